@@ -1,10 +1,10 @@
 """Byte-exact hashes: the model fingerprint and the chain of block hashes. `docs/protocol.md` is the specification.
 
-    fingerprint = SHA-256( "kvrelay.fingerprint.v1" NUL, then for each field in name order:
-                           name NUL value NUL, all UTF-8 )
-    h[0]        = SHA-256( "kvrelay.block.v1" NUL, fingerprint (32 bytes), salt (UTF-8) )          the root, of no block
-    h[i]        = SHA-256( h[i-1], token ids of block i-1 as little-endian uint32 )                of full blocks only
-    prompt      = SHA-256( "kvrelay.prompt.v1" NUL, h[full blocks], remaining ids as little-endian uint32 )
+fingerprint = SHA-256( "kvrelay.fingerprint.v1" NUL, then for each field in name order:
+                       name NUL value NUL, all UTF-8 )
+h[0]        = SHA-256( "kvrelay.block.v1" NUL, fingerprint (32 bytes), salt (UTF-8) )          the root, of no block
+h[i]        = SHA-256( h[i-1], token ids of block i-1 as little-endian uint32 )                of full blocks only
+prompt      = SHA-256( "kvrelay.prompt.v1" NUL, h[full blocks], remaining ids as little-endian uint32 )
 """
 
 from __future__ import annotations

@@ -168,6 +168,25 @@ class Timings:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerMarks:
+    """Moments of a request on one worker, nanoseconds since the epoch on that worker's clock; 0 where it did not happen."""
+
+    received: int = 0
+    admitted: int = 0
+    """Pages reserved."""
+    prefill_start: int = 0
+    """First prefill step began."""
+    prefill_end: int = 0
+    """First token drawn."""
+    kv_ready: int = 0
+    """KV of the whole prompt in this worker's pool (decode of a split)."""
+    decode_start: int = 0
+    """First decode step began."""
+    end: int = 0
+    """Last token drawn."""
+
+
+@dataclass(frozen=True, slots=True)
 class TransferStats:
     """What one KV hand-over moved and how long it took, as the taker saw it."""
 

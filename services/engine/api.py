@@ -14,14 +14,14 @@ cache after the step that computed them (or at `resume` for imported ones), neve
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import AsyncIterator, Protocol
+from typing import Protocol
 
 from kvrelay.errors import KvRelayError
 from kvrelay.handle import KvLayout, ModelIdentity
-from kvrelay.values import FinishReason, SamplingParams, StopConditions, Token, Usage
+from kvrelay.values import FinishReason, SamplingParams, StopConditions, Token, Usage, WorkerMarks
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,19 +38,6 @@ class EngineRequest:
     """Compute the prompt, draw token 0, finish. Pages are reserved for the prompt only."""
     hold: bool = False
     """After `Admitted`, wait for `resume`: somebody imports KV into the reserved pages first."""
-
-
-@dataclass(frozen=True, slots=True)
-class Marks:
-    """Moments of a request on this worker, nanoseconds since the epoch; 0 where it did not happen."""
-
-    received: int = 0
-    admitted: int = 0
-    prefill_start: int = 0
-    prefill_end: int = 0
-    kv_ready: int = 0
-    decode_start: int = 0
-    end: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +79,7 @@ class Finished:
     finish_reason: FinishReason | None
     """None for a `prefill_only` request whose first token does not end the answer."""
     usage: Usage
-    marks: Marks
+    marks: WorkerMarks
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvrelay.handle import KvHandle, KvLayout, ModelIdentity
-from kvrelay.values import FinishReason, SamplingParams, StopConditions, Token, TransferStats, Usage
+from kvrelay.values import FinishReason, SamplingParams, StopConditions, Token, TransferStats, Usage, WorkerMarks
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,19 +63,6 @@ class Job:
     sampling: SamplingParams
     stop: StopConditions
     cache_salt: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerMarks:
-    """Moments of a request on one worker, nanoseconds since the epoch on its clock; 0 where it did not happen."""
-
-    received: int = 0
-    admitted: int = 0
-    prefill_start: int = 0
-    prefill_end: int = 0
-    kv_ready: int = 0
-    decode_start: int = 0
-    end: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,3 +137,51 @@ class RegistryPort(Protocol):
     async def deregister(self, worker_id: str, incarnation: int) -> None: ...
 
     async def publish_blocks(self, worker_id: str, incarnation: int, stored: Sequence[bytes], removed: Sequence[bytes]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class FleetSnapshot:
+    """Everything the registry knows, at connection and after every gap: replaces what was known before."""
+
+    workers: Sequence[WorkerInfo]
+    holders: Mapping[str, Sequence[bytes]]
+    """worker_id to the block hashes its present life has published."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSeen:
+    """A worker registered or renewed (new load, new state)."""
+
+    worker: WorkerInfo
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerGone:
+    """A worker deregistered or let its entry expire."""
+
+    worker_id: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksChanged:
+    """A worker's prefix cache changed."""
+
+    worker_id: str
+    incarnation: int
+    stored: Sequence[bytes]
+    removed: Sequence[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class RegistryLost:
+    """Redis does not answer: the view ages from now on. A `FleetSnapshot` follows when it is back."""
+
+
+FleetEvent = FleetSnapshot | WorkerSeen | WorkerGone | BlocksChanged | RegistryLost
+
+
+class FleetFeedPort(Protocol):
+    """The router's side of the registry: never ends by itself, never raises for a lost Redis (it reports `RegistryLost` and goes on)."""
+
+    def events(self) -> AsyncIterator[FleetEvent]: ...

@@ -1,0 +1,86 @@
+"""The paged KV cache: one tensor that attention reads, and whose pages the relay sends as they lie."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from services.engine.model_config import ModelConfig
+
+
+class KvPool:
+    """`num_pages` pages in one contiguous tensor `[pages, layers, 2, page_size, kv_heads, head_dim]` (2: keys, values).
+
+    Page-major: a page is one run of `page_bytes` bytes that holds `page_size` token positions of every layer, so it can be
+    sent, stored and received without a copy. Who may use which page is the block manager's business, not the pool's.
+    Zero at the start; the engine zeroes a page again when it begins to fill it, so bytes no token wrote are zero.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_pages: int,
+        page_size: int = 16,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Raises `ValueError` unless there is at least one page and `page_size` is a multiple of 16 (whole-page exactness)."""
+        if num_pages < 1:
+            raise ValueError(f"a pool needs at least one page, got {num_pages}")
+        if page_size < 16 or page_size % 16:
+            raise ValueError(f"page_size must be a multiple of 16, got {page_size}")
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.layers = config.layers
+        self.kv_heads = config.kv_heads
+        self.head_dim = config.head_dim
+        self.dtype = dtype
+        self.device = torch.device(device)
+        shape = (num_pages, config.layers, 2, page_size, config.kv_heads, config.head_dim)
+        self.data = torch.zeros(shape, dtype=dtype, device=self.device)
+        """`[pages, layers, 2, page_size, kv_heads, head_dim]`"""
+        self.page_bytes = math.prod(shape[1:]) * self.data.element_size()
+        self.page_rows = self.data.view(num_pages * config.layers * 2, page_size * config.kv_heads * config.head_dim)
+        """`[pages * layers * 2, page_size * kv_heads * head_dim]`: a row is the keys, or values, of one page in one layer."""
+        self.slot_rows = self.data.view(num_pages * config.layers * 2 * page_size, config.kv_heads, config.head_dim)
+        """`[pages * layers * 2 * page_size, kv_heads, head_dim]`: a row is the key, or value, of one token in one layer."""
+        self._flat_pages = self.data.view(num_pages, -1)
+        self._bytes = memoryview(self.data.view(torch.uint8).numpy()).cast("B") if self.device.type == "cpu" else None
+        self._scratch = torch.empty(0, dtype=dtype, device=self.device)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's keys and values over all layers."""
+        return self.page_bytes // self.page_size
+
+    def page_view(self, page: int) -> memoryview:
+        """The bytes of one page, writable and not copied: `page_bytes` long, format 'B', valid as long as the pool.
+
+        Raises `IndexError` for a page the pool hasn't, `RuntimeError` for a pool that isn't in host memory.
+        """
+        self._check(page)
+        if self._bytes is None:
+            raise RuntimeError(f"pages on {self.device} have no host memory to view")
+        return self._bytes[page * self.page_bytes : (page + 1) * self.page_bytes]
+
+    def zero_page(self, page: int) -> None:
+        """Clears a page that is about to be filled, so that no earlier owner's bytes remain in its unwritten slots."""
+        self._check(page)
+        self._flat_pages[page].zero_()
+
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        """Copies whole `page_rows` one after another: `rows` int64 `[n]` -> `[n, page_size * kv_heads * head_dim]`.
+
+        The result lies in one buffer that is kept and overwritten by the next call: a fresh large tensor costs page faults.
+        """
+        width = self.page_rows.shape[1]
+        need = rows.numel() * width
+        if self._scratch.numel() < need:
+            self._scratch = torch.empty(max(need, 2 * self._scratch.numel()), dtype=self.dtype, device=self.device)
+        out = self._scratch[:need].view(rows.numel(), width)
+        return torch.index_select(self.page_rows, 0, rows, out=out)
+
+    def _check(self, page: int) -> None:
+        if not 0 <= page < self.num_pages:
+            raise IndexError(f"page {page} is outside the pool's {self.num_pages}")
