@@ -275,7 +275,9 @@ def error_from_reason(
     """The error that `reason` names, rebuilt; an unknown reason becomes `InternalError` with a `reason` field."""
     for cls in _tree(KvRelayError):
         if cls is not KvRelayError and cls.reason == reason:
-            error = cls(message, retry_after_s=retry_after_s)
-            error.fields = dict(fields or {})
-            return error
-    return InternalError(message, **{**(fields or {}), "reason": reason})
+            break
+    else:
+        cls, fields = InternalError, {**(fields or {}), "reason": reason}
+    error = cls(message, retry_after_s=retry_after_s)
+    error.fields = dict(fields or {})
+    return error

@@ -66,14 +66,15 @@ def differences(ours: ModelIdentity | KvLayout, theirs: ModelIdentity | KvLayout
 
 def check_compatible(our_identity: ModelIdentity, our_layout: KvLayout, identity: ModelIdentity, layout: KvLayout) -> None:
     """Raises `FingerprintMismatchError` or `LayoutMismatchError`, naming every differing field with both values."""
-    for error, ours, theirs in (
+    for cls, ours, theirs in (
         (FingerprintMismatchError, our_identity, identity),
         (LayoutMismatchError, our_layout, layout),
     ):
-        found = list(differences(ours, theirs))  # type: ignore[arg-type]
+        found = list(differences(ours, theirs))
         if found:
-            text = "; ".join(f"{name}: {mine} here, {other} there" for name, mine, other in found)
-            raise error(text, **{name: f"{mine} != {other}" for name, mine, other in found})
+            error = cls("; ".join(f"{name}: {mine} here, {other} there" for name, mine, other in found))
+            error.fields = {name: f"{mine} != {other}" for name, mine, other in found}
+            raise error
 
 
 class HandleState(enum.Enum):

@@ -25,11 +25,11 @@ class KvPool:
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
     ) -> None:
-        """Raises `ValueError` unless there is at least one page and `page_size` is a multiple of 16 (whole-page exactness)."""
+        """Raises `ValueError` unless there is at least one page and `page_size` is a power of two up to 512."""
         if num_pages < 1:
             raise ValueError(f"a pool needs at least one page, got {num_pages}")
-        if page_size < 16 or page_size % 16:
-            raise ValueError(f"page_size must be a multiple of 16, got {page_size}")
+        if page_size not in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512):
+            raise ValueError(f"page_size must be a power of two up to 512, got {page_size}")
         self.num_pages = num_pages
         self.page_size = page_size
         self.layers = config.layers
