@@ -33,7 +33,7 @@ _ARCHITECTURES = {
 }
 _MERGED_PAIRS = (
     "t h,th e,i n,e r,a n,r e,o n,Ġ the,Ġ a,Ġ t,e n,o u,Ġ s,Ġ w,i s,a t,o r,e s,Ġ in,in g,"
-    "e d,Ġ o,Ġ c,an d,Ġ and,i t,Ġ b,Ġ p,a l,a r,Ġ f,o f,Ġ of,Ġ h,l l,Ġ d,Ġ m,i c,l e,Ġ to,r o"
+    "e d,Ġ o,Ġ c,an d,Ġ and,i t,Ġ b,Ġ p,a l,a r,Ġ f,o f,Ġ of,Ġ h,l l,Ġ d,Ġ m,i c,l e,Ġt o,r o"
 )
 
 
