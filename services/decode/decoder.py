@@ -1,0 +1,113 @@
+"""The second phase: take the KV a handle describes and generate from it; without a handle, both phases here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+from kvrelay import hashing
+from kvrelay.errors import FingerprintMismatchError, PromptMismatchError
+from kvrelay.handle import KvHandle, check_compatible
+from kvrelay.values import FinishReason, TransferStats, Usage, WorkerMarks
+from services.engine.api import Admitted, EnginePort, EngineRequest, EngineStream, Finished, PrefillProgress, TokenDrawn
+from services.relay.puller import KvPuller, PullResult
+from services.runtime.clock import Clock
+from services.runtime.deadline import remaining_s
+from services.runtime.offloop import run_off_loop
+from services.runtime.ports import DecodeAccepted, DecodeDone, DecodeEvent, DecodeToken, Job, KvReady
+from services.worker.phases import PhaseRecorder
+from services.worker.prefix import PrefixExchange
+
+
+class Decoder:
+    """Serves jobs on one engine. Everything a job holds is freed when its generator is closed."""
+
+    def __init__(self, engine: EnginePort, puller: KvPuller, prefixes: PrefixExchange, phases: PhaseRecorder, clock: Clock) -> None:
+        self._engine = engine
+        self._puller = puller
+        self._prefixes = prefixes
+        self._phases = phases
+        self._clock = clock
+
+    async def decode(self, job: Job, handle: KvHandle | None) -> AsyncGenerator[DecodeEvent, None]:
+        """`DecodeAccepted`, with a handle `KvReady`, then `DecodeToken`s (from index 1 with a handle, else 0), then `DecodeDone`.
+
+        Raises `FingerprintMismatchError`, `LayoutMismatchError`, `PromptMismatchError`, `OverloadedError` and the
+        `InvalidRequestError`s before `DecodeAccepted`; the other `HandleError`s and `KvTransferError` before `KvReady`.
+        """
+        if job.fingerprint != self._engine.identity.fingerprint:
+            raise FingerprintMismatchError(
+                "this worker serves another model version",
+                wanted=job.fingerprint.hex(),
+                served=self._engine.identity.fingerprint.hex(),
+            )
+        if handle is None:
+            async for event in self._local(job):
+                yield event
+        else:
+            async for event in self._split(job, handle):
+                yield event
+
+    async def _local(self, job: Job) -> AsyncGenerator[DecodeEvent, None]:
+        trace = self._phases.local(job.request_id)
+        async with self._engine.open(_request(job, hold=self._prefixes.enabled)) as stream:
+            async for event in stream:
+                match event:
+                    case Admitted(pages=pages, cached_tokens=cached):
+                        imported = cached
+                        if self._prefixes.enabled:
+                            imported = await self._prefixes.fetch(job, pages, cached)
+                            stream.resume(imported)
+                        yield DecodeAccepted(imported)
+                    case PrefillProgress():
+                        trace.chunk(event)
+                    case TokenDrawn(token=token):
+                        if token.index == 0:
+                            self._prefixes.offer(job)
+                        yield DecodeToken(token)
+                    case Finished(finish_reason=finish_reason, usage=usage, marks=marks):
+                        assert finish_reason is not None
+                        trace.end(marks, usage)
+                        yield DecodeDone(finish_reason, usage, marks)
+
+    async def _split(self, job: Job, handle: KvHandle) -> AsyncGenerator[DecodeEvent, None]:
+        check_compatible(self._engine.identity, self._engine.layout, handle.identity, handle.layout)
+        digest = await run_off_loop(self._digest, job)
+        if digest != handle.prompt_digest:
+            raise PromptMismatchError("the handle holds the KV of another prompt", handle=handle.name)
+        trace = self._phases.split(job.request_id)
+        async with self._puller.keep_alive(handle), self._engine.open(_request(job, hold=True)) as stream:
+            admitted = await anext(stream)
+            assert isinstance(admitted, Admitted)
+            yield DecodeAccepted(admitted.cached_tokens)
+            pull_start = self._clock.time_ns()
+            result = await self._puller.pull(
+                handle,
+                prompt_digest=digest,
+                pages=admitted.pages,
+                first_block=admitted.cached_tokens // self._engine.layout.block_size,
+                timeout_s=remaining_s(),
+            )
+            trace.transfer(pull_start, self._clock.time_ns(), result, admitted.cached_tokens)
+            if result.finished:
+                # Prefill's own token ended the answer: there is nothing to decode.
+                yield KvReady(result.stats)
+                return
+            stream.resume(len(job.token_ids), result.first_token_id)
+            yield KvReady(result.stats)
+            async for event in stream:
+                match event:
+                    case TokenDrawn(token=token):
+                        yield DecodeToken(token)
+                    case Finished(finish_reason=finish_reason, usage=usage, marks=marks):
+                        assert finish_reason is not None
+                        trace.end(marks, usage)
+                        yield DecodeDone(finish_reason, usage, marks, result.stats)
+
+    def _digest(self, job: Job) -> bytes:
+        root = hashing.root_hash(self._engine.identity.fingerprint, job.cache_salt)
+        return hashing.prompt_digest(root, job.token_ids, self._engine.layout.block_size)
+
+
+def _request(job: Job, *, hold: bool) -> EngineRequest:
+    return EngineRequest(job.request_id, job.token_ids, job.sampling, job.stop, cache_salt=job.cache_salt, hold=hold)

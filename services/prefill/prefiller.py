@@ -1,0 +1,141 @@
+"""The first phase: compute a prompt, draw its first token, and hold the KV until it is taken or its lease ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from kvrelay.errors import FingerprintMismatchError
+from services.engine.api import Admitted, EnginePort, EngineRequest, EngineStream, Finished, PrefillProgress, TokenDrawn
+from services.relay.holder import HeldKv, KvHolder
+from services.runtime.clock import Clock
+from services.runtime.ports import FirstToken, Job, PrefillAccepted, PrefillDone, PrefillEvent
+from services.worker.phases import PhaseRecorder
+from services.worker.prefix import PrefixExchange
+
+log = logging.getLogger(__name__)
+
+
+class Prefiller:
+    """Serves jobs on one engine. A job outlives its RPC: pages stay held until the handle has ended."""
+
+    def __init__(
+        self,
+        engine: EnginePort,
+        holder: KvHolder,
+        prefixes: PrefixExchange,
+        phases: PhaseRecorder,
+        clock: Clock,
+        tasks: asyncio.TaskGroup,
+    ) -> None:
+        self._engine = engine
+        self._holder = holder
+        self._prefixes = prefixes
+        self._phases = phases
+        self._clock = clock
+        self._tasks = tasks
+
+    async def prefill(self, job: Job) -> AsyncGenerator[PrefillEvent, None]:
+        """`PrefillAccepted`, then `FirstToken`, then `PrefillDone`. Closing it early revokes the handle and frees everything.
+
+        Raises `FingerprintMismatchError`, `OverloadedError` and the `InvalidRequestError`s before `PrefillAccepted`;
+        `LeaseExpiredError` when nobody kept the handle alive.
+        """
+        if job.fingerprint != self._engine.identity.fingerprint:
+            raise FingerprintMismatchError("this worker serves another model version", **_fingerprints(job, self._engine))
+        # Three events and one error at most: no bound needed beyond that.
+        out: asyncio.Queue[PrefillEvent | BaseException] = asyncio.Queue(maxsize=4)
+        task = self._tasks.create_task(self._serve(job, out), name=f"prefill {job.request_id}")
+        done = False
+        try:
+            while not done:
+                item = await out.get()
+                if isinstance(item, BaseException):
+                    raise item
+                done = isinstance(item, PrefillDone)
+                yield item
+        finally:
+            if not done:
+                task.cancel()
+
+    async def _serve(self, job: Job, out: asyncio.Queue[PrefillEvent | BaseException]) -> None:
+        """Owns the job's pages and handle from first to last; never raises into the task group."""
+        request = EngineRequest(
+            job.request_id,
+            job.token_ids,
+            job.sampling,
+            job.stop,
+            cache_salt=job.cache_salt,
+            prefill_only=True,
+            hold=self._prefixes.enabled,
+        )
+        try:
+            async with self._engine.open(request) as stream:
+                held = await self._holder.hold(job.token_ids, job.cache_salt)
+                try:
+                    out.put_nowait(PrefillAccepted(held.handle))
+                    await self._compute_while_held(job, held, stream, out)
+                finally:
+                    # No reader may still copy when leaving the stream frees the pages.
+                    await held.revoke()
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:  # noqa: BLE001 - carried to the RPC, whose interceptor types and logs it
+            if out.full():
+                log.exception("prefill failed after its end", extra={"request_id": job.request_id})
+            else:
+                out.put_nowait(error)
+
+    async def _compute_while_held(
+        self, job: Job, held: HeldKv, stream: EngineStream, out: asyncio.Queue[PrefillEvent | BaseException]
+    ) -> None:
+        async def compute() -> None:
+            try:
+                async with aclosing(self._compute(job, held, stream)) as events:
+                    async for event in events:
+                        out.put_nowait(event)
+            except Exception as error:
+                held.fail(error)
+                raise
+            self._prefixes.offer(job)
+
+        computing = asyncio.ensure_future(compute())
+        ended = asyncio.ensure_future(held.ended())
+        try:
+            await asyncio.wait((computing, ended), return_when=asyncio.FIRST_COMPLETED)
+            if computing.done():
+                computing.result()
+                await ended
+            else:
+                raise self._holder.ended_error(held, ended.result())
+        finally:
+            for task in (computing, ended):
+                task.cancel()
+            await asyncio.gather(computing, ended, return_exceptions=True)
+
+    async def _compute(self, job: Job, held: HeldKv, stream: EngineStream) -> AsyncGenerator[PrefillEvent, None]:
+        trace = self._phases.prefill(job.request_id)
+        async for event in stream:
+            match event:
+                case Admitted(pages=pages, cached_tokens=cached):
+                    held.set_pages(pages)
+                    held.progress(cached)
+                    if self._prefixes.enabled:
+                        imported = await self._prefixes.fetch(job, pages, cached)
+                        held.progress(max(imported, cached))
+                        stream.resume(imported)
+                case PrefillProgress():
+                    held.progress(event.computed_tokens)
+                    trace.chunk(event)
+                case TokenDrawn(token=token, at_ns=at_ns, finish=finish):
+                    held.commit(token.token_id, finish is not None, at_ns)
+                    yield FirstToken(token)
+                case Finished(finish_reason=finish_reason, usage=usage, marks=marks):
+                    trace.end(marks, usage)
+                    yield PrefillDone(finish_reason, usage, marks)
+
+
+def _fingerprints(job: Job, engine: EnginePort) -> dict[str, str]:
+    return {"wanted": job.fingerprint.hex(), "served": engine.identity.fingerprint.hex()}

@@ -1,0 +1,86 @@
+"""A worker's traffic with the shared block store: take a prefix before computing, write finished blocks behind."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from kvrelay import hashing
+from kvrelay.errors import KvRelayError
+from services.engine.api import Admitted, EnginePort, EngineRequest
+from services.relay.store_client import BlockStoreClient
+from services.runtime.deadline import remaining_s
+from services.runtime.offloop import run_off_loop
+from services.runtime.ports import Job
+
+log = logging.getLogger(__name__)
+
+FETCH_TIMEOUT_S = 10.0
+STORE_TIMEOUT_S = 30.0
+
+
+class PrefixExchange:
+    """Optional company of an engine: with no store, `enabled` is False and the rest does nothing.
+
+    The store only ever saves work: no failure of it reaches a request.
+    """
+
+    def __init__(self, engine: EnginePort, store: BlockStoreClient | None, *, max_pending: int = 32, min_fetch_blocks: int = 1) -> None:
+        self._engine = engine
+        self._store = store
+        self._min_fetch_blocks = min_fetch_blocks
+        self._pending: asyncio.Queue[Job] = asyncio.Queue(max_pending)
+        self.dropped = 0
+        """Jobs whose blocks were not written because the queue was full: a later request offers them again."""
+
+    @property
+    def enabled(self) -> bool:
+        return self._store is not None
+
+    def _hash(self, job: Job) -> list[bytes]:
+        root = hashing.root_hash(self._engine.identity.fingerprint, job.cache_salt)
+        return hashing.block_hashes(root, job.token_ids, self._engine.layout.block_size)
+
+    async def fetch(self, job: Job, pages: Sequence[int], cached_tokens: int) -> int:
+        """Imports what the store has beyond the worker's own cache; returns the tokens now in `pages`, at least `cached_tokens`.
+
+        The prompt's last token is never imported: its logits have to be computed.
+        """
+        block_size = self._engine.layout.block_size
+        first, last = cached_tokens // block_size, (len(job.token_ids) - 1) // block_size
+        if self._store is None or last - first < self._min_fetch_blocks:
+            return cached_tokens
+        hashes = (await run_off_loop(self._hash, job))[:last]
+        blocks = await self._store.fetch_prefix(hashes, pages, first, timeout_s=min(FETCH_TIMEOUT_S, remaining_s()))
+        return (first + blocks) * block_size
+
+    def offer(self, job: Job) -> None:
+        """Queues a computed prompt's full blocks for the store. Never waits; a full queue drops the offer."""
+        if self._store is None or len(job.token_ids) <= self._engine.layout.block_size:
+            return
+        try:
+            self._pending.put_nowait(job)
+        except asyncio.QueueFull:
+            self.dropped += 1
+
+    async def run(self) -> None:
+        """Writes offers to the store, one after the other, until cancelled."""
+        while True:
+            job = await self._pending.get()
+            try:
+                await self._write(job)
+            except KvRelayError as error:
+                log.warning("blocks not stored: %s", error, extra={"request_id": job.request_id, "reason": error.reason})
+
+    async def _write(self, job: Job) -> None:
+        assert self._store is not None
+        # A held request pins the blocks in the cache for as long as they are read, by the same rule as any other request.
+        request = EngineRequest(f"store/{job.request_id}", job.token_ids, cache_salt=job.cache_salt, prefill_only=True, hold=True)
+        hashes = await run_off_loop(self._hash, job)
+        async with self._engine.open(request) as stream, asyncio.timeout(STORE_TIMEOUT_S):
+            admitted = await anext(stream)
+            assert isinstance(admitted, Admitted)
+            blocks = admitted.cached_tokens // self._engine.layout.block_size
+            if blocks:
+                await self._store.store(hashes[:blocks], admitted.pages[:blocks], timeout_s=STORE_TIMEOUT_S)
