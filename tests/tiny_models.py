@@ -38,7 +38,14 @@ _MERGED_PAIRS = (
 
 
 def write_tiny_model(
-    folder: Path, family: str, *, seed: int = 0, tied: bool = True, shards: int = 1, dtype: torch.dtype = torch.float32, **config_overrides: Any
+    folder: Path,
+    family: str,
+    *,
+    seed: int = 0,
+    tied: bool = True,
+    shards: int = 1,
+    dtype: torch.dtype = torch.float32,
+    **config_overrides: Any,
 ) -> Path:
     """Writes a tiny random model of `family` (see `FAMILIES`) into `folder` and returns `folder`.
 

@@ -46,7 +46,7 @@ class KvPool:
         self.slot_rows = self.data.view(num_pages * config.layers * 2 * page_size, config.kv_heads, config.head_dim)
         """`[pages * layers * 2 * page_size, kv_heads, head_dim]`: a row is the key, or value, of one token in one layer."""
         self._flat_pages = self.data.view(num_pages, -1)
-        self._bytes = memoryview(self.data.view(torch.uint8).numpy()).cast("B") if self.device.type == "cpu" else None
+        self._bytes = self.data.view(torch.uint8).numpy().data.cast("B") if self.device.type == "cpu" else None
         self._scratch = torch.empty(0, dtype=dtype, device=self.device)
 
     @property

@@ -104,13 +104,14 @@ def load_weights(folder: Path, config: ModelConfig, dtype: torch.dtype, device: 
                 raise ModelLoadError(f"tensor {name} is {tensor.dtype}; only floating point is supported", folder=folder, tensor=name)
             target.copy_(tensor)
     if wanted:
-        raise ModelLoadError(f"{folder} lacks {len(wanted)} tensors, the first is {next(iter(wanted))}", folder=folder, tensor=next(iter(wanted)))
+        first = next(iter(wanted))
+        raise ModelLoadError(f"{folder} lacks {len(wanted)} tensors, the first is {first}", folder=folder, tensor=first)
     return weights
 
 
 def _tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
     try:
-        with safe_open(file, framework="pt", device="cpu") as opened:  # type: ignore[no-untyped-call]
+        with safe_open(file, framework="pt", device="cpu") as opened:
             for name in opened.keys():  # noqa: SIM118 - not a dict
                 yield name, opened.get_tensor(name)
     except (SafetensorError, OSError) as error:
@@ -135,8 +136,10 @@ def _allocate(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> 
 
     def fused(template: str, parts: dict[str, int], *columns: int) -> torch.Tensor:
         tensor = empty(sum(parts.values()), *columns)
-        for part, piece in zip(parts, tensor.split(list(parts.values())), strict=True):
-            wanted[template.format(part)] = piece
+        row = 0
+        for part, rows in parts.items():
+            wanted[template.format(part)] = tensor[row : row + rows]
+            row += rows
         return tensor
 
     hidden, inner = config.hidden_size, config.inner_size
