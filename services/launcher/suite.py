@@ -1,0 +1,166 @@
+"""A whole suite as one context: model, Redis, store, workers, router."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import kvrelay
+from kvrelay.errors import DeadlineExceededError, UnavailableError
+from services.launcher.child import child_environ, describe_exit
+from services.launcher.errors import StartError
+from services.launcher.plan import router_processes, store_processes, worker_processes
+from services.launcher.settings import SuiteSettings
+from services.launcher.supervisor import RestartPolicy, Supervisor, check_port_free, supervising
+from services.runtime.embedded_redis import EmbeddedRedis
+
+REDIS_CHECK_S = 1.0
+CONNECT_HOSTS = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}
+
+
+@dataclass(frozen=True, slots=True)
+class RunningSuite:
+    """A suite that answers."""
+
+    address: str
+    """host:port of the router."""
+    model_name: str
+    redis_url: str
+    store_address: str
+    """Empty without a store."""
+    supervisor: Supervisor
+    redis: EmbeddedRedis | None
+    """None when Redis is somebody else's."""
+
+
+@contextlib.asynccontextmanager
+async def running_suite(settings: SuiteSettings, environ: Mapping[str, str], report: Callable[[str], None]) -> AsyncIterator[RunningSuite]:
+    """Starts everything and waits until the model can be asked; on leaving, everything has stopped.
+
+    A clean leave drains; an exception inside kills at once. Raises `ConfigError` or `StartError`.
+    """
+    settings.validate()
+    check_port_free(settings.host, settings.port)
+    settings = await resolve_model(settings, environ, report)
+    with _log_folder(settings.log_dir) as log_dir, _redis(settings.redis_url) as (redis, redis_url):
+        policy = RestartPolicy(max_restarts=settings.max_restarts)
+        async with supervising(
+            environ,
+            log_dir,
+            policy=policy,
+            start_timeout_s=settings.start_timeout_s,
+            grace_s=settings.drain_grace_s,
+            threads=settings.threads,
+            report=report,
+        ) as supervisor:
+            if redis is not None:
+                supervisor.keep_up(_keep_redis(redis, report), "redis")
+            stores = await supervisor.start(store_processes(settings, redis_url))
+            store_address = stores[0].address if stores else ""
+            workers = worker_processes(settings, redis_url, store_address, usable_cores())
+            for ready in await supervisor.start(workers):
+                report(f"{ready.worker_id} serves at {ready.address}")
+            (router,) = await supervisor.start(router_processes(settings, redis_url))
+            address = connectable(router.address)
+            model_name = await wait_until_answering(address, settings.start_timeout_s)
+            yield RunningSuite(address, model_name, redis_url, store_address, supervisor, redis)
+
+
+async def wait_until_answering(address: str, timeout_s: float) -> str:
+    """Waits until the router reports a model that can be asked for, and returns its name."""
+    missing = "no worker has registered"
+    try:
+        async with asyncio.timeout(timeout_s), kvrelay.AsyncClient(address) as client:
+            while True:
+                with contextlib.suppress(UnavailableError, DeadlineExceededError):
+                    for model in await client.models(timeout_s=5.0):
+                        if model.ready:
+                            return model.name
+                        missing = f"{model.name} lacks a {model.missing_role} worker"
+                await asyncio.sleep(0.1)
+    except TimeoutError:
+        raise StartError(f"the router at {address} had no model to offer within {timeout_s:g} s: {missing}") from None
+
+
+async def resolve_model(settings: SuiteSettings, environ: Mapping[str, str], report: Callable[[str], None]) -> SuiteSettings:
+    """The settings with `model` an absolute folder. A name is converted or downloaded first, by a process of its own."""
+    folder = local_folder(settings.model)
+    if folder is not None:
+        return replace(settings, model=str(folder))
+    report(f"preparing the model {settings.model} (the first time takes some seconds)")
+    argv = [sys.executable, "-m", "services.launcher.prepare_model", settings.model]
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(
+        *argv, stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe, env=child_environ(environ)
+    )
+    try:
+        output, errors = await process.communicate()
+    except BaseException:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        raise
+    try:
+        answer = json.loads(output)
+    except ValueError:
+        raise StartError(f"preparing the model {settings.model} {describe_exit(process.returncode or 0)}", errors.decode()) from None
+    if "error" in answer:
+        raise StartError(answer["error"])
+    return replace(settings, model=answer["path"], model_name=settings.model_name or answer["name"])
+
+
+def local_folder(model: str) -> Path | None:
+    """The absolute folder, if `model` names one; None for a name that has to be looked up."""
+    folder = Path(model).expanduser()
+    return folder.resolve() if folder.is_dir() else None
+
+
+def usable_cores() -> list[int]:
+    """Cores this process may run on; empty where the system cannot pin."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+
+
+def connectable(address: str) -> str:
+    """Where to reach what listens on `address`: a wildcard is reached on loopback."""
+    host, _, port = address.rpartition(":")
+    return f"{CONNECT_HOSTS.get(host.strip('[]'), host)}:{port}"
+
+
+async def _keep_redis(redis: EmbeddedRedis, report: Callable[[str], None]) -> None:
+    """Starts the embedded Redis again, on its port and empty, when it dies: workers register anew."""
+    while True:
+        await asyncio.sleep(REDIS_CHECK_S)
+        if not redis.alive:
+            report("the embedded Redis died; starting it again")
+            try:
+                redis.restart()
+            except (OSError, StartError) as error:
+                report(f"the embedded Redis did not come back: {error}")
+
+
+@contextlib.contextmanager
+def _redis(url: str) -> Iterator[tuple[EmbeddedRedis | None, str]]:
+    if url:
+        yield None, url
+        return
+    with EmbeddedRedis() as redis:
+        yield redis, redis.url
+
+
+@contextlib.contextmanager
+def _log_folder(folder: str) -> Iterator[Path]:
+    """The named folder; or a temporary one that is kept only when something went wrong."""
+    if folder:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        yield Path(folder)
+        return
+    made = Path(tempfile.mkdtemp(prefix="kvrelay-logs-"))
+    yield made
+    shutil.rmtree(made, ignore_errors=True)
