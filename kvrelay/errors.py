@@ -11,6 +11,7 @@
     │   │   StaleIncarnationError, PromptMismatchError, FingerprintMismatchError, LayoutMismatchError,
     │   │   ChecksumMismatchError, KvAbortedError
     ├── KvTransferError              the bytes could not be moved
+    ├── TokenizerNotFoundError       a worker has another tokenizer
     ├── ModelLoadError               a model folder cannot be served
     ├── ConfigError                  a setting is wrong
     └── InternalError                a bug; the text stays on the server
@@ -111,6 +112,13 @@ class UnknownModelError(InvalidRequestError):
     """No worker serves a model of that name; field `model`."""
 
     reason = "UNKNOWN_MODEL"
+    code = "NOT_FOUND"
+
+
+class TokenizerNotFoundError(KvRelayError):
+    """A worker was asked for a tokenizer that is not its own; fields `wanted`, `served`."""
+
+    reason = "TOKENIZER_NOT_FOUND"
     code = "NOT_FOUND"
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator
 
 from kvrelay import hashing
 from kvrelay.errors import FingerprintMismatchError, PromptMismatchError
 from kvrelay.handle import KvHandle, check_compatible
-from kvrelay.values import FinishReason, TransferStats, Usage, WorkerMarks
-from services.engine.api import Admitted, EnginePort, EngineRequest, EngineStream, Finished, PrefillProgress, TokenDrawn
+from kvrelay.values import FinishReason, Usage, WorkerMarks
+from services.engine.api import Admitted, EnginePort, EngineRequest, Finished, PrefillProgress, TokenDrawn
 from services.relay.puller import KvPuller, PullResult
 from services.runtime.clock import Clock
 from services.runtime.deadline import remaining_s
@@ -29,7 +28,7 @@ class Decoder:
         self._phases = phases
         self._clock = clock
 
-    async def decode(self, job: Job, handle: KvHandle | None) -> AsyncGenerator[DecodeEvent, None]:
+    def decode(self, job: Job, handle: KvHandle | None) -> AsyncGenerator[DecodeEvent, None]:
         """`DecodeAccepted`, with a handle `KvReady`, then `DecodeToken`s (from index 1 with a handle, else 0), then `DecodeDone`.
 
         Raises `FingerprintMismatchError`, `LayoutMismatchError`, `PromptMismatchError`, `OverloadedError` and the
@@ -42,11 +41,9 @@ class Decoder:
                 served=self._engine.identity.fingerprint.hex(),
             )
         if handle is None:
-            async for event in self._local(job):
-                yield event
-        else:
-            async for event in self._split(job, handle):
-                yield event
+            return self._local(job)
+        check_compatible(self._engine.identity, self._engine.layout, handle.identity, handle.layout)
+        return self._split(job, handle)
 
     async def _local(self, job: Job) -> AsyncGenerator[DecodeEvent, None]:
         trace = self._phases.local(job.request_id)
@@ -71,13 +68,12 @@ class Decoder:
                         yield DecodeDone(finish_reason, usage, marks)
 
     async def _split(self, job: Job, handle: KvHandle) -> AsyncGenerator[DecodeEvent, None]:
-        check_compatible(self._engine.identity, self._engine.layout, handle.identity, handle.layout)
         digest = await run_off_loop(self._digest, job)
         if digest != handle.prompt_digest:
             raise PromptMismatchError("the handle holds the KV of another prompt", handle=handle.name)
         trace = self._phases.split(job.request_id)
-        async with self._puller.keep_alive(handle), self._engine.open(_request(job, hold=True)) as stream:
-            admitted = await anext(stream)
+        async with self._engine.open(_request(job, hold=True)) as stream:
+            admitted = await self._puller.renewing(handle, anext(stream))
             assert isinstance(admitted, Admitted)
             yield DecodeAccepted(admitted.cached_tokens)
             pull_start = self._clock.time_ns()
@@ -92,6 +88,7 @@ class Decoder:
             if result.finished:
                 # Prefill's own token ended the answer: there is nothing to decode.
                 yield KvReady(result.stats)
+                yield _finished_by_prefill(job, admitted.cached_tokens, result)
                 return
             stream.resume(len(job.token_ids), result.first_token_id)
             yield KvReady(result.stats)
@@ -111,3 +108,8 @@ class Decoder:
 
 def _request(job: Job, *, hold: bool) -> EngineRequest:
     return EngineRequest(job.request_id, job.token_ids, job.sampling, job.stop, cache_salt=job.cache_salt, hold=hold)
+
+
+def _finished_by_prefill(job: Job, cached_tokens: int, result: PullResult) -> DecodeDone:
+    reason = FinishReason.LENGTH if job.stop.max_tokens == 1 else FinishReason.STOP
+    return DecodeDone(reason, Usage(len(job.token_ids), cached_tokens, 1), WorkerMarks(prefill_end=result.prefill_end_ns), result.stats)
