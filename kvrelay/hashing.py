@@ -5,6 +5,7 @@ fingerprint = SHA-256( "kvrelay.fingerprint.v1" NUL, then for each field in name
 h[0]        = SHA-256( "kvrelay.block.v1" NUL, fingerprint (32 bytes), salt (UTF-8) )          the root, of no block
 h[i]        = SHA-256( h[i-1], token ids of block i-1 as little-endian uint32 )                of full blocks only
 prompt      = SHA-256( "kvrelay.prompt.v1" NUL, h[full blocks], remaining ids as little-endian uint32 )
+tokenizer   = SHA-256( for each file in name order: name UTF-8 NUL, length as little-endian uint64, content )
 """
 
 from __future__ import annotations
@@ -58,3 +59,12 @@ def prompt_digest(root: bytes, token_ids: Sequence[int], block_size: int) -> byt
     hashes = block_hashes(root, token_ids, block_size)
     rest = token_ids[len(hashes) * block_size :]
     return hashlib.sha256(b"kvrelay.prompt.v1\0" + (hashes[-1] if hashes else root) + token_bytes(rest)).digest()
+
+
+def tokenizer_digest(files: Mapping[str, bytes]) -> str:
+    """'sha256:<hex>' of a tokenizer's files, by file name (no path). Reads every byte: call it off the event loop."""
+    digest = hashlib.sha256()
+    for name in sorted(files):
+        content = files[name]
+        digest.update(name.encode() + b"\0" + len(content).to_bytes(8, "little") + content)
+    return f"sha256:{digest.hexdigest()}"
