@@ -23,7 +23,7 @@ class ProcessSpec:
     role: str
     """'router', 'prefill', 'decode' or 'kvstore'; its module is `services.<role>`."""
     flags: tuple[str, ...]
-    """'--port', '0', ..."""
+    """'--port=0', ..."""
     keeps_port: bool = False
     """Whether a restart must listen where the first start did."""
 
@@ -31,8 +31,7 @@ class ProcessSpec:
         """The flags of a restart: as at the first start, but for the port where it was kept."""
         if port is None or not self.keeps_port:
             return self.flags
-        at = self.flags.index("--port") + 1
-        return (*self.flags[:at], str(port), *self.flags[at + 1 :])
+        return tuple(f"--port={port}" if flag.startswith("--port=") else flag for flag in self.flags)
 
 
 def store_processes(settings: SuiteSettings, redis_url: str) -> list[ProcessSpec]:
@@ -124,5 +123,5 @@ def _flags(**values: object) -> tuple[str, ...]:
         if value is True:
             flags.append(flag)
         elif value is not False and value != "":
-            flags += [flag, str(value)]
+            flags.append(f"{flag}={value}")
     return tuple(flags)

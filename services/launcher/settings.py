@@ -15,12 +15,12 @@ class SuiteSettings:
     model: str = setting("smollm2", "model folder (Hugging Face style), hub name, or 'smollm2' for the demo model")
     model_name: str = setting("", "name that requests use; empty: the folder's name")
     mode: str = setting("hybrid", "where a request's two phases run", choices=("hybrid", "split", "colocated"))
-    prefill: int = setting(1, "prefill workers; none are started in mode colocated", unit="processes")
-    decode: int = setting(1, "decode workers", unit="processes")
+    prefill: int = setting(1, "prefill workers; none are started in mode colocated", unit="processes", minimum=0)
+    decode: int = setting(1, "decode workers", unit="processes", minimum=1)
     store: bool = setting(True, "start a KV block store that the workers share")
-    store_mib: int = setting(512, "what the KV block store may hold", unit="MiB")
+    store_mib: int = setting(512, "what the KV block store may hold", unit="MiB", minimum=1)
     host: str = setting("127.0.0.1", "address that the router listens on; everything else stays on 127.0.0.1")
-    port: int = setting(7450, "port of the router; 0: any free one")
+    port: int = setting(7450, "port of the router; 0: any free one", unit="port", minimum=0, maximum=65535)
     redis_url: str = setting("", "registry, such as redis://host:6379/0; empty: an embedded server that ends with the suite")
     namespace: str = setting("kvrelay", "prefix of every key in Redis; suites that share a Redis differ in it")
     otlp_endpoint: str = setting("", "where spans go (OTLP over gRPC), such as http://127.0.0.1:4317; empty: nowhere")
@@ -30,26 +30,22 @@ class SuiteSettings:
         1, "computing threads a worker; with 1, each worker has a core of its own as far as there are enough", unit="threads"
     )
     pin: bool = setting(True, "pin single-threaded workers to cores")
-    kv_cache_mib: int = setting(256, "KV cache of each worker", unit="MiB")
-    block_size: int = setting(16, "tokens a KV block", unit="tokens")
-    max_num_batched_tokens: int = setting(256, "tokens a step computes at most: the chunk budget of prefill", unit="tokens")
-    max_num_seqs: int = setting(32, "sequences a step runs at most", unit="sequences")
-    max_waiting: int = setting(128, "requests that may wait in one worker; more are refused", unit="requests")
-    split_threshold_tokens: int = setting(256, "uncached prompt tokens from which a request is split (mode hybrid)", unit="tokens")
-    lease_ttl_s: float = setting(10.0, "life of a KV lease that nobody renews", unit="s")
-    start_timeout_s: float = setting(180.0, "how long a service may take until it is ready", unit="s")
-    drain_grace_s: float = setting(20.0, "how long running requests may go on when the suite stops", unit="s")
-    max_restarts: int = setting(5, "restarts of one process within a minute before the suite gives up; 0: never restart")
+    kv_cache_mib: int = setting(256, "KV cache of each worker", unit="MiB", minimum=1)
+    block_size: int = setting(16, "tokens a KV block", unit="tokens", minimum=1)
+    max_num_batched_tokens: int = setting(256, "tokens a step computes at most: the chunk budget of prefill", unit="tokens", minimum=1)
+    max_num_seqs: int = setting(32, "sequences a step runs at most", unit="sequences", minimum=1)
+    max_waiting: int = setting(128, "requests that may wait in one worker; more are refused", unit="requests", minimum=0)
+    split_threshold_tokens: int = setting(
+        256, "uncached prompt tokens from which a request is split (mode hybrid)", unit="tokens", minimum=0
+    )
+    lease_ttl_s: float = setting(10.0, "life of a KV lease that nobody renews", unit="s", minimum=0)
+    start_timeout_s: float = setting(180.0, "how long a service may take until it is ready", unit="s", minimum=0)
+    drain_grace_s: float = setting(20.0, "how long running requests may go on when the suite stops", unit="s", minimum=0)
+    max_restarts: int = setting(5, "restarts of one process within a minute before the suite gives up; 0: never restart", minimum=0)
     log_dir: str = setting("", "folder of the services' logs; empty: a temporary one, removed after a clean stop")
     debug: bool = setting(False, "services check their own invariants and log more")
 
     def validate(self) -> None:
         """Raises `ConfigError` for what no suite can be built of."""
-        if self.prefill < 0 or self.decode < 1:
-            raise ConfigError("a suite needs --decode 1 or more and --prefill 0 or more")
         if self.mode == "split" and self.prefill < 1:
             raise ConfigError("--mode split needs --prefill 1 or more")
-        if not 0 <= self.port < 65536:
-            raise ConfigError(f"--port must be between 0 and 65535, got {self.port}")
-        if self.threads < 1:
-            raise ConfigError(f"--threads must be 1 or more, got {self.threads}")

@@ -63,7 +63,8 @@ class Supervisor:
         self._specs: dict[str, ProcessSpec] = {}
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._stopping = False
-        self._failure: asyncio.Future[StartError] = asyncio.get_running_loop().create_future()
+        self.failure: asyncio.Future[StartError] = asyncio.get_running_loop().create_future()
+        """Its result is why a process was given up; the suite is not whole any more."""
 
     async def start(self, specs: Sequence[ProcessSpec]) -> list[Ready]:
         """Starts all at once and waits until each serves; raises the first `StartError`. What did start is left to `stop`."""
@@ -102,10 +103,6 @@ class Supervisor:
     def keep_up(self, work: Coroutine[None, None, None], name: str) -> None:
         """Runs `work`, which must not raise, until the suite stops."""
         self._keepers[name] = self._tasks.create_task(work, name=f"keep {name}")
-
-    async def failed(self) -> StartError:
-        """Waits until the supervisor gives a process up."""
-        return await asyncio.shield(self._failure)
 
     async def stop_one(self, name: str, grace_s: float, *, kill: bool = False) -> None:
         """Takes one process down for good; `start` brings it back."""
@@ -169,8 +166,8 @@ class Supervisor:
             self._report(f"{spec.name} is back at {self._ready[spec.name].address}")
 
     def _give_up(self, error: StartError) -> None:
-        if not self._failure.done():
-            self._failure.set_result(error)
+        if not self.failure.done():
+            self.failure.set_result(error)
 
     async def _end(self, children: Sequence[Child], grace_s: float) -> None:
         live = [child for child in children if child.returncode is None]

@@ -1,0 +1,15 @@
+"""`python -m services`: a whole suite on this machine, up until Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+
+from services.launcher.serve import serve
+from services.launcher.settings import SuiteSettings
+from services.runtime.config import load_settings
+
+if __name__ == "__main__":
+    settings = load_settings(SuiteSettings, sys.argv[1:], os.environ, "python -m services")
+    sys.exit(asyncio.run(serve(settings, dict(os.environ), sys.stdout, sys.stderr)))
