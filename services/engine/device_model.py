@@ -1,0 +1,37 @@
+"""The engine core's `ModelPort` over the real model, its pool and sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+
+from kvrelay.values import SamplingParams
+from services.engine.core import StepEntry
+from services.engine.kv_pool import KvPool
+from services.engine.model import ForwardBatch, ForwardEntry, LlamaModel
+from services.engine.sampler import SampledToken, sample
+
+
+class DeviceModel:
+    """One model and the KV pool it writes. Owned by the runner thread; the relay writes only into held requests' pages."""
+
+    def __init__(self, model: LlamaModel, pool: KvPool) -> None:
+        self.model = model
+        self.pool = pool
+
+    def forward(self, entries: Sequence[StepEntry]) -> torch.Tensor:
+        batch = ForwardBatch([ForwardEntry(entry.token_ids, entry.start, entry.pages, entry.sample) for entry in entries])
+        return self.model.forward(batch, self.pool)
+
+    def sample(
+        self,
+        row: torch.Tensor,
+        params: SamplingParams,
+        *,
+        index: int,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+        blocked_ids: Collection[int],
+    ) -> SampledToken:
+        return sample(row, params, index=index, prompt_ids=prompt_ids, output_ids=output_ids, blocked_ids=blocked_ids)

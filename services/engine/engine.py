@@ -1,0 +1,323 @@
+"""The engine on the event loop: opens requests, delivers their events, and never blocks. The work is on the runner's thread."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+
+from kvrelay.errors import ConfigError, InternalError, InvalidRequestError, KvRelayError, OverloadedError, UnavailableError
+from kvrelay.handle import KvLayout, ModelIdentity
+from services.engine.api import Admitted, BlockChanges, EngineEvent, EngineLoad, EngineRequest, Failed, Finished
+from services.engine.block_manager import BlockChangeLog, BlockManager
+from services.engine.core import EngineCore
+from services.engine.detokenizer import TokenBytes
+from services.engine.device_model import DeviceModel
+from services.engine.identity import identity_of, layout_of, read_tokenizer_files
+from services.engine.kv_pool import KvPool
+from services.engine.model import load_model
+from services.engine.runner import Add, Release, Resume, Runner, RunnerOptions, StepReport
+from services.engine.scheduler import RETRY_AFTER_S, SchedulerLimits
+from services.engine.validation import RequestLimits
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """What one engine serves and how much of the machine it takes."""
+
+    model_path: Path
+    """Hugging Face folder."""
+    model_name: str = ""
+    """Name requests use; '' is the folder's name."""
+    dtype: str = "bfloat16"
+    """'bfloat16' or 'float32'."""
+    kv_dtype: str = "auto"
+    """Dtype of the KV cache; 'auto' is the model's, and no other is supported yet."""
+    device: str = "cpu"
+    num_pages: int = 0
+    """Pages of the KV pool; 0 derives them from `kv_cache_bytes`."""
+    kv_cache_bytes: int = 256 << 20
+    """Size of the KV pool when `num_pages` is 0."""
+    block_size: int = 16
+    """Tokens a page."""
+    max_num_batched_tokens: int = 256
+    max_num_seqs: int = 32
+    max_waiting: int = 128
+    max_context_tokens: int = 0
+    """Prompt and answer together; 0 is the model's own limit."""
+    threads: int = 1
+    """Torch threads. With more than one, rows lose their bit-exactness."""
+    cpu: int = -1
+    """Core to pin the runner thread to; -1 leaves it free."""
+    debug: bool = False
+    """Check the pages' integrity whenever the engine is idle."""
+
+
+class Engine:
+    """Implements `EnginePort`. Create with `start`, end with `stop`; all methods belong to the loop that started it."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self._settings = settings
+        self._runner = Runner(self._build, self._deliver, RunnerOptions(cpu=settings.cpu, debug=settings.debug))
+        self._streams: dict[str, _Stream] = {}
+        self._unadmitted: set[str] = set()
+        self._releasing: set[str] = set()
+        self._posted = self._handled = 0
+        self._idle = True
+        self._idle_waiters: list[asyncio.Future[None]] = []
+        self._fatal: KvRelayError | None = None
+        self._load = EngineLoad()
+        self._changes = BlockChangeLog()
+        self._core: EngineCore
+        self._identity: ModelIdentity
+        self._layout: KvLayout
+        self._pool: KvPool
+        self._limits: RequestLimits
+        self._tokenizer_files: Mapping[str, bytes]
+        self._eos_ids: tuple[int, ...]
+
+    @classmethod
+    async def start(cls, settings: EngineSettings) -> Engine:
+        """Loads the model on the runner's thread. Raises `ModelLoadError` or `ConfigError`."""
+        engine = cls(settings)
+        try:
+            engine._core = await engine._runner.start()
+        except BaseException:
+            await engine._runner.stop(timeout_s=30.0)
+            raise
+        engine._load = engine._core.load()
+        return engine
+
+    async def stop(self, timeout_s: float = 30.0) -> None:
+        """Ends the thread after its present step; open requests fail with `UnavailableError`."""
+        self._fail_all(UnavailableError("the engine has stopped"))
+        if not await self._runner.stop(timeout_s):
+            raise InternalError(f"the engine thread did not end within {timeout_s} s")
+
+    @property
+    def identity(self) -> ModelIdentity:
+        return self._identity
+
+    @property
+    def layout(self) -> KvLayout:
+        return self._layout
+
+    @property
+    def pages(self) -> KvPool:
+        """The pool's bytes, lent to the relay."""
+        return self._pool
+
+    @property
+    def max_context_tokens(self) -> int:
+        return self._limits.max_context_tokens
+
+    @property
+    def vocab_size(self) -> int:
+        return self._limits.vocab_size
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """The model's end tokens."""
+        return self._eos_ids
+
+    @property
+    def healthy(self) -> bool:
+        """False once the thread has ended."""
+        return self._fatal is None
+
+    def tokenizer_files(self) -> Mapping[str, bytes]:
+        """File name to content; what `identity.tokenizer_digest` covers."""
+        return self._tokenizer_files
+
+    @asynccontextmanager
+    async def open(self, request: EngineRequest) -> AsyncIterator[_Stream]:
+        """See `EnginePort.open`; raises `UnavailableError` once the engine has stopped."""
+        stream = self._submit(request)
+        try:
+            yield stream
+        finally:
+            self._release(stream)
+
+    def load(self) -> EngineLoad:
+        """As of the last step."""
+        return self._load
+
+    def take_block_changes(self) -> BlockChanges:
+        """Net changes of the prefix cache since the last call."""
+        return self._changes.take()
+
+    def check_integrity(self) -> None:
+        """See `EnginePort`; while a step runs only the page counts are checked, for the core is the thread's then."""
+        load = self._load
+        assert load.free_pages + load.cached_pages + load.held_pages == load.total_pages
+        if self._at_rest:
+            self._core.check_integrity()
+
+    async def wait_idle(self) -> None:
+        """Returns when every message is handled and no request can go on (held ones, and finished ones not released, may be open)."""
+        while not self._at_rest and self._fatal is None:
+            waiter = asyncio.get_running_loop().create_future()
+            self._idle_waiters.append(waiter)
+            await waiter
+
+    @property
+    def _at_rest(self) -> bool:
+        """The thread sleeps, and will until the next message: only then may the loop look at its core."""
+        return self._idle and self._handled == self._posted
+
+    def _submit(self, request: EngineRequest) -> _Stream:
+        if self._fatal is not None:
+            raise self._fatal
+        if request.request_id in self._streams or request.request_id in self._releasing:
+            raise InvalidRequestError(f"request {request.request_id} is already here", field="request_id")
+        self._limits.check(request)
+        if len(self._unadmitted) >= self._settings.max_waiting:
+            raise OverloadedError(
+                f"{len(self._unadmitted)} requests are waiting", retry_after_s=RETRY_AFTER_S, waiting=len(self._unadmitted)
+            )
+        stream = _Stream(self, request)
+        self._streams[request.request_id] = stream
+        self._unadmitted.add(request.request_id)
+        self._post(Add(request, time.time_ns()))
+        return stream
+
+    def _resume(self, request_id: str, imported_tokens: int, first_token: int | None) -> None:
+        self._post(Resume(request_id, imported_tokens, first_token))
+
+    def _release(self, stream: _Stream) -> None:
+        """Only posts: the pages are free when the thread has handled it. Until then the id stays taken."""
+        if self._streams.pop(stream.request_id, None) is not None:
+            self._releasing.add(stream.request_id)
+            self._post(Release(stream.request_id))
+        stream.close()
+
+    def _post(self, message: Add | Resume | Release) -> None:
+        if self._fatal is None:
+            self._posted += 1
+            self._runner.post(message)
+
+    def _deliver(self, report: StepReport) -> None:
+        self._handled = report.messages
+        self._idle = report.idle
+        self._load = report.load
+        self._changes.add(report.changes)
+        for request_id, event in report.events:
+            if isinstance(event, Admitted | Failed):
+                self._unadmitted.discard(request_id)
+            stream = self._streams.get(request_id)
+            if stream is not None:
+                stream.push(event)
+        for request_id in report.released:
+            self._releasing.discard(request_id)
+            self._unadmitted.discard(request_id)
+        if report.fatal is not None:
+            self._fail_all(report.fatal)
+        if self._at_rest:
+            self._wake()
+
+    def _fail_all(self, error: KvRelayError) -> None:
+        if self._fatal is None:
+            self._fatal = UnavailableError("the engine has stopped")
+        for stream in self._streams.values():
+            stream.push(Failed(error))
+        self._wake()
+
+    def _wake(self) -> None:
+        waiters, self._idle_waiters = self._idle_waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def _build(self) -> EngineCore:
+        """On the runner's thread: everything that is slow or touches torch."""
+        settings = self._settings
+        if settings.dtype not in _DTYPES:
+            raise ConfigError(f"dtype must be one of {', '.join(_DTYPES)}, got {settings.dtype!r}")
+        if settings.kv_dtype not in ("auto", settings.dtype):
+            raise ConfigError(f"kv_dtype must be 'auto' or the model's {settings.dtype!r}, got {settings.kv_dtype!r}")
+        scheduling = SchedulerLimits(settings.max_num_batched_tokens, settings.max_num_seqs, settings.max_waiting)
+        torch.set_num_threads(settings.threads)
+        dtype = _DTYPES[settings.dtype]
+        model = load_model(settings.model_path, dtype, settings.device)
+        config = model.config
+        files = read_tokenizer_files(settings.model_path)
+        tokenizer = Tokenizer.from_str(files["tokenizer.json"].decode())
+        name = settings.model_name or settings.model_path.name
+        self._identity = identity_of(settings.model_path, config, files, model=name, dtype=settings.dtype, kv_dtype=settings.dtype)
+        self._layout = layout_of(config, settings.block_size, settings.dtype)
+        num_pages = settings.num_pages or settings.kv_cache_bytes // self._layout.block_bytes
+        if num_pages < 1:
+            raise ConfigError(f"kv_cache_bytes {settings.kv_cache_bytes} is less than one page of {self._layout.block_bytes} bytes")
+        self._pool = KvPool(config, num_pages, settings.block_size, dtype, settings.device)
+        context = min(settings.max_context_tokens or config.max_positions, config.max_positions)
+        self._limits = RequestLimits(config.vocab_size, context, num_pages * settings.block_size)
+        self._tokenizer_files = files
+        self._eos_ids = config.eos_ids
+        blocks = BlockManager(num_pages, settings.block_size, self._identity.fingerprint)
+        return EngineCore(DeviceModel(model, self._pool), TokenBytes(tokenizer), blocks, scheduling, self._limits, config.eos_ids)
+
+
+class _Stream:
+    """Implements `EngineStream`. Its events are at most one a chunk and one a token, so they need no other bound."""
+
+    def __init__(self, engine: Engine, request: EngineRequest) -> None:
+        self.request_id = request.request_id
+        self._engine = engine
+        self._request = request
+        self._events: deque[EngineEvent] = deque()
+        self._arrived = asyncio.Event()
+        self._held = False
+        self._ended = False
+
+    def __aiter__(self) -> _Stream:
+        return self
+
+    async def __anext__(self) -> EngineEvent:
+        while not self._events:
+            if self._ended:
+                raise StopAsyncIteration
+            self._arrived.clear()
+            await self._arrived.wait()
+        event = self._events.popleft()
+        if isinstance(event, Failed):
+            self._events.clear()
+            raise event.error
+        return event
+
+    def resume(self, imported_tokens: int, first_token: int | None = None) -> None:
+        """See `EngineStream.resume`; `ValueError` unless the request is held and the arguments fit together. After a failure: nothing."""
+        prompt = len(self._request.token_ids)
+        if not 0 <= imported_tokens <= prompt or (first_token is not None and imported_tokens != prompt):
+            raise ValueError(f"cannot resume {self.request_id} with {imported_tokens} of {prompt} tokens and first token {first_token}")
+        if first_token is not None and self._request.prefill_only:
+            raise ValueError(f"{self.request_id} computes its prompt only: it cannot go on from a first token")
+        if self._ended:
+            return
+        if not self._held:
+            raise ValueError(f"{self.request_id} is not held")
+        self._held = False
+        self._engine._resume(self.request_id, imported_tokens, first_token)
+
+    def push(self, event: EngineEvent) -> None:
+        """Delivers one event; nothing follows the last."""
+        if self._ended:
+            return
+        self._held = self._held or (isinstance(event, Admitted) and self._request.hold)
+        self._ended = isinstance(event, Finished | Failed)
+        self._events.append(event)
+        self._arrived.set()
+
+    def close(self) -> None:
+        """No event is delivered from now on."""
+        self._ended = True
+        self._events.clear()
+        self._arrived.set()
