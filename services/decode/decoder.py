@@ -8,7 +8,7 @@ from kvrelay import hashing
 from kvrelay.errors import FingerprintMismatchError, PromptMismatchError
 from kvrelay.handle import KvHandle, check_compatible
 from kvrelay.values import FinishReason, Usage, WorkerMarks
-from services.engine.api import Admitted, EnginePort, EngineRequest, Finished, PrefillProgress, TokenDrawn
+from services.engine.api import Admitted, EnginePort, EngineRequest, EngineStream, Finished, PrefillProgress, TokenDrawn
 from services.relay.puller import KvPuller, PullResult
 from services.runtime.clock import Clock
 from services.runtime.deadline import remaining_s
@@ -73,8 +73,7 @@ class Decoder:
             raise PromptMismatchError("the handle holds the KV of another prompt", handle=handle.name)
         trace = self._phases.split(job.request_id)
         async with self._engine.open(_request(job, hold=True)) as stream:
-            admitted = await self._puller.renewing(handle, anext(stream))
-            assert isinstance(admitted, Admitted)
+            admitted = await self._admitted(stream, handle)
             yield DecodeAccepted(admitted.cached_tokens)
             pull_start = self._clock.time_ns()
             result = await self._puller.pull(
@@ -100,6 +99,17 @@ class Decoder:
                         assert finish_reason is not None
                         trace.end(marks, usage)
                         yield DecodeDone(finish_reason, usage, marks, result.stats)
+
+    async def _admitted(self, stream: EngineStream, handle: KvHandle) -> Admitted:
+        """Waits for pages and keeps the handle alive meanwhile; lets go of it if that fails."""
+        try:
+            async with self._puller.keep_alive(handle):
+                admitted = await anext(stream)
+        except BaseException:
+            await self._puller.release(handle)
+            raise
+        assert isinstance(admitted, Admitted)
+        return admitted
 
     def _digest(self, job: Job) -> bytes:
         root = hashing.root_hash(self._engine.identity.fingerprint, job.cache_salt)

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from kvrelay.errors import FingerprintMismatchError
+from kvrelay.errors import FingerprintMismatchError, KvRelayError
 from services.engine.api import Admitted, EnginePort, EngineRequest, EngineStream, Finished, PrefillProgress, TokenDrawn
 from services.relay.holder import HeldKv, KvHolder
-from services.runtime.clock import Clock
+from services.relay.leases import refusal
 from services.runtime.ports import FirstToken, Job, PrefillAccepted, PrefillDone, PrefillEvent
 from services.worker.phases import PhaseRecorder
 from services.worker.prefix import PrefixExchange
-
-log = logging.getLogger(__name__)
 
 
 class Prefiller:
@@ -27,14 +24,12 @@ class Prefiller:
         holder: KvHolder,
         prefixes: PrefixExchange,
         phases: PhaseRecorder,
-        clock: Clock,
         tasks: asyncio.TaskGroup,
     ) -> None:
         self._engine = engine
         self._holder = holder
         self._prefixes = prefixes
         self._phases = phases
-        self._clock = clock
         self._tasks = tasks
 
     async def prefill(self, job: Job) -> AsyncGenerator[PrefillEvent, None]:
@@ -72,44 +67,38 @@ class Prefiller:
             hold=self._prefixes.enabled,
         )
         try:
-            async with self._engine.open(request) as stream:
-                held = await self._holder.hold(job.token_ids, job.cache_salt)
-                try:
-                    out.put_nowait(PrefillAccepted(held.handle))
-                    await self._compute_while_held(job, held, stream, out)
-                finally:
-                    # No reader may still copy when leaving the stream frees the pages.
-                    await held.revoke()
+            # Leaving `held` waits until no reader copies any more; only then does leaving the stream free the pages.
+            async with self._engine.open(request) as stream, await self._holder.hold(job.token_ids, job.cache_salt) as held:
+                out.put_nowait(PrefillAccepted(held.handle))
+                await self._compute_while_held(job, held, stream, out)
+                self._prefixes.offer(job)
+                await held.ended()
         except asyncio.CancelledError:
             raise
         except Exception as error:  # noqa: BLE001 - carried to the RPC, whose interceptor types and logs it
-            if out.full():
-                log.exception("prefill failed after its end", extra={"request_id": job.request_id})
-            else:
-                out.put_nowait(error)
+            out.put_nowait(error)
 
     async def _compute_while_held(
         self, job: Job, held: HeldKv, stream: EngineStream, out: asyncio.Queue[PrefillEvent | BaseException]
     ) -> None:
+        """Raises the error that ended the handle when that happens before its KV is complete."""
+
         async def compute() -> None:
             try:
                 async with aclosing(self._compute(job, held, stream)) as events:
                     async for event in events:
                         out.put_nowait(event)
-            except Exception as error:
+            except KvRelayError as error:
                 held.fail(error)
                 raise
-            self._prefixes.offer(job)
 
         computing = asyncio.ensure_future(compute())
         ended = asyncio.ensure_future(held.ended())
         try:
             await asyncio.wait((computing, ended), return_when=asyncio.FIRST_COMPLETED)
-            if computing.done():
-                computing.result()
-                await ended
-            else:
-                raise self._holder.ended_error(held, ended.result())
+            if not computing.done() and not held.committed:
+                raise refusal(held.handle.name, ended.result())
+            await computing
         finally:
             for task in (computing, ended):
                 task.cancel()

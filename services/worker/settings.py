@@ -1,0 +1,46 @@
+"""What a prefill or decode worker can be told; both roles have the same settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.runtime.config import setting
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """One worker process: one engine, one device thread."""
+
+    model: str = setting("smollm2", "model folder (Hugging Face style), hub name, or 'smollm2' for the demo model")
+    model_name: str = setting("", "name that requests use; empty: the folder's name")
+    cache_dir: str = setting("~/.cache/kvrelay", "where converted and downloaded models are kept", env="KVRELAY_CACHE")
+    host: str = setting("127.0.0.1", "address to listen on")
+    port: int = setting(0, "port to listen on; 0: any free one")
+    advertise: str = setting("", "host that others reach this worker by; empty: the listening address")
+    redis_url: str = setting("redis://127.0.0.1:6379/0", "registry")
+    namespace: str = setting("kvrelay", "prefix of every key in Redis")
+    worker_id: str = setting("", "name in the registry, kept over restarts; empty: role and a random part")
+    zone: str = setting("", "failure zone, for placement")
+    rack: str = setting("", "rack, for placement")
+    dtype: str = setting("bfloat16", "dtype of weights and arithmetic", choices=("bfloat16", "float32"))
+    device: str = setting("cpu", "torch device")
+    kv_cache_mib: int = setting(256, "KV cache", unit="MiB")
+    block_size: int = setting(16, "tokens a KV block; a power of two", unit="tokens")
+    max_context_tokens: int = setting(0, "prompt and answer together; 0: what the model allows", unit="tokens")
+    max_num_batched_tokens: int = setting(256, "tokens a step computes at most: the chunk budget of prefill", unit="tokens")
+    max_num_seqs: int = setting(32, "sequences a step runs at most", unit="sequences")
+    max_waiting: int = setting(128, "requests that may wait for pages; more are refused", unit="requests")
+    threads: int = setting(1, "computing threads", unit="threads")
+    cpu: int = setting(-1, "core to pin the device thread to; -1: none")
+    store_address: str = setting("", "host:port of the KV block store; empty: none")
+    lease_ttl_s: float = setting(10.0, "life of a KV lease that nobody renews", unit="s")
+    max_handles: int = setting(256, "KV handles held for others at once; more are refused", unit="handles")
+    max_message_bytes: int = setting(16 << 20, "largest message accepted", unit="bytes")
+    default_timeout_s: float = setting(600.0, "deadline of requests that bring none", unit="s")
+    heartbeat_s: float = setting(1.0, "time between registry renewals", unit="s")
+    registry_ttl_s: float = setting(6.0, "life of a registry entry that is not renewed", unit="s")
+    drain_grace_s: float = setting(20.0, "how long running requests may go on at SIGTERM", unit="s")
+    otlp_endpoint: str = setting("", "where spans go (OTLP over gRPC); empty: nowhere")
+    log_level: str = setting("INFO", "least severe level that is logged", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
+    exit_with_parent: bool = setting(False, "die when the process that started this one does")
+    debug: bool = setting(False, "check the engine's invariants whenever it is idle")
