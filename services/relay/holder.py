@@ -266,7 +266,7 @@ class KvHolder:
         return self._leases.ttl_s if self._leases.renew(name, lease_id, self._clock.monotonic()) else None
 
     def release(self, name: str, lease_id: str) -> None:
-        """Ends a handle on its taker's word. Does nothing for one that is over or unknown; raises `HandleForgedError` for a wrong secret."""
+        """Ends a handle on its taker's word; nothing for one that is over or unknown. Raises `HandleForgedError` for a wrong secret."""
         held = self._held.get(name)
         if held is None:
             return
