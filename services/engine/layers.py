@@ -12,20 +12,31 @@ from services.engine.model_config import ModelConfig
 class Linear:
     """`x @ weight.T + bias` for `[rows, in] -> [rows, out]`; the caller gives at least `rules.linear_rows` rows."""
 
-    __slots__ = ("_bias", "_dtype", "weight")
+    __slots__ = ("_bias", "_compute_dtype", "_dtype", "_packed", "_weight")
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, rules: Rules) -> None:
+        """`weight` `[out, in]` and `bias` `[out]` are of the model's dtype; a packed or widened weight is a copy."""
         self._dtype = weight.dtype
-        self.weight = weight.float() if rules.widen_linear else weight
-        self._bias = bias.to(self.weight.dtype) if bias is not None else None
+        self._compute_dtype = torch.float32 if rules.widen_linear else weight.dtype
+        self._packed = rules.pack_linear
+        self._bias = bias.to(self._compute_dtype) if bias is not None else None
+        wide = weight.to(self._compute_dtype)
+        self._weight: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(wide, None) if self._packed else wide
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """The result in the model's dtype."""
-        return F.linear(x.to(self.weight.dtype), self.weight, self._bias).to(self._dtype)
+        return self._product(x).to(self._dtype)
 
     def unrounded(self, x: torch.Tensor) -> torch.Tensor:
         """The result as float32, not rounded to the model's dtype where the product was float32."""
-        return F.linear(x.to(self.weight.dtype), self.weight, self._bias).float()
+        return self._product(x).float()
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.to(self._compute_dtype)
+        if not self._packed:
+            return F.linear(x, self._weight, self._bias)
+        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+        return product
 
 
 class RmsNorm:

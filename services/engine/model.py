@@ -51,7 +51,7 @@ class LlamaModel:
         self.device = weights.embedding.device
         self.rules = rules_for(dtype, self.device)
         self._head = Linear(weights.head, None, self.rules)
-        self._embedding = self._head.weight if config.tied else weights.embedding
+        self._embedding = weights.embedding
         self._layers = [
             _Layer(config, layer, window, self.rules) for layer, window in zip(weights.layers, config.windows, strict=True)
         ]
@@ -76,7 +76,7 @@ class LlamaModel:
         token_ids = [token_id for index in plan.order for token_id in entries[index].token_ids]
         rows = self.rules.pad_rows(len(token_ids))
         padding = [0] * (rows - len(token_ids))
-        hidden = F.embedding(self._indices(token_ids + padding), self._embedding).to(self.dtype)
+        hidden = F.embedding(self._indices(token_ids + padding), self._embedding)
         rope = self._rope.at(self._indices(plan.positions + padding))
         attention = PagedAttention(pool, self.config.query_heads, self.rules)
         scratch = torch.zeros(rows, self.config.query_size, dtype=self.dtype, device=self.device)
