@@ -12,7 +12,7 @@ PROTOC := $(PY) -m grpc_tools.protoc -Iproto
 help:
 	@echo "make setup   virtual environment with everything in it ($(VENV))"
 	@echo "make demo    the whole suite answers two questions and shows where the time went"
-	@echo "make serve   the suite, up until Ctrl-C; ARGS='--prefill 2 --port 7450' passes options (ARGS=--help lists them)"
+	@echo "make serve   the suite, up until Ctrl-C; ARGS='--prefill 2 --port 50052' passes options (ARGS=--help lists them)"
 	@echo "make test    lint and every test"
 	@echo "make lint    ruff, mypy, buf, generated stubs"
 	@echo "make proto   regenerate the stubs from proto/"

@@ -20,7 +20,7 @@ class SuiteSettings:
     store: bool = setting(True, "start a KV block store that the workers share")
     store_mib: int = setting(512, "what the KV block store may hold", unit="MiB", minimum=1)
     host: str = setting("127.0.0.1", "address that the router listens on; everything else stays on 127.0.0.1")
-    port: int = setting(7450, "port of the router; 0: any free one", unit="port", minimum=0, maximum=65535)
+    port: int = setting(50051, "port of the router; 0: any free one", unit="port", minimum=0, maximum=65535)
     redis_url: str = setting("", "registry, such as redis://host:6379/0; empty: an embedded server that ends with the suite")
     namespace: str = setting("kvrelay", "prefix of every key in Redis; suites that share a Redis differ in it")
     otlp_endpoint: str = setting("", "where spans go (OTLP over gRPC), such as http://127.0.0.1:4317; empty: nowhere")

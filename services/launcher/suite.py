@@ -81,7 +81,7 @@ async def wait_until_answering(address: str, timeout_s: float) -> str:
         async with asyncio.timeout(timeout_s), kvrelay.AsyncClient(address) as client:
             while True:
                 with contextlib.suppress(UnavailableError, DeadlineExceededError):
-                    for model in await client.models(timeout_s=5.0):
+                    for model in await client.list_models(timeout=5.0):
                         if model.ready:
                             return model.name
                         missing = f"{model.name} lacks a {model.missing_role} worker"

@@ -51,6 +51,7 @@ class Supervisor:
         start_timeout_s: float,
         threads: int,
         report: Callable[[str], None],
+        command: Callable[[str, Sequence[str]], list[str]],
     ) -> None:
         self._tasks = tasks
         self._environ = child_environ(environ, threads)
@@ -58,6 +59,7 @@ class Supervisor:
         self._policy = policy
         self._start_timeout_s = start_timeout_s
         self._report = report
+        self._command = command
         self._children: dict[str, Child] = {}
         self._ready: dict[str, Ready] = {}
         self._specs: dict[str, ProcessSpec] = {}
@@ -134,7 +136,7 @@ class Supervisor:
     async def _spawn(self, spec: ProcessSpec) -> None:
         flags = spec.flags_for(_port(self._ready[spec.name].address) if spec.name in self._ready else None)
         self._children[spec.name] = await Child.spawn(
-            spec.name, service_argv(spec.role, flags), self._environ, self.log_dir / f"{spec.name}.log"
+            spec.name, self._command(spec.role, flags), self._environ, self.log_dir / f"{spec.name}.log"
         )
 
     async def _await_ready(self, spec: ProcessSpec) -> None:
@@ -196,11 +198,17 @@ async def supervising(
     grace_s: float,
     threads: int,
     report: Callable[[str], None],
+    command: Callable[[str, Sequence[str]], list[str]] = service_argv,
 ) -> AsyncIterator[Supervisor]:
-    """A supervisor; on leaving, however that happens, every process it started has ended."""
+    """A supervisor; on leaving, however that happens, every process it started has ended.
+
+    `command` makes a role's command line out of its flags.
+    """
     failure: BaseException | None = None
     async with asyncio.TaskGroup() as tasks:
-        supervisor = Supervisor(tasks, environ, log_dir, policy=policy, start_timeout_s=start_timeout_s, threads=threads, report=report)
+        supervisor = Supervisor(
+            tasks, environ, log_dir, policy=policy, start_timeout_s=start_timeout_s, threads=threads, report=report, command=command
+        )
         try:
             yield supervisor
         except BaseException as error:  # noqa: BLE001 - raised again below

@@ -1,0 +1,83 @@
+"""Which processes a suite has, and with which flags."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvrelay.errors import ConfigError
+from services.launcher.plan import assign_cores, router_processes, store_processes, worker_processes
+from services.launcher.settings import SuiteSettings
+from services.launcher.supervisor import RestartPolicy
+
+REDIS = "redis://127.0.0.1:6400/0"
+
+
+def names(settings: SuiteSettings) -> list[str]:
+    specs = [*store_processes(settings, REDIS), *worker_processes(settings, REDIS, "", ()), *router_processes(settings, REDIS)]
+    return [spec.name for spec in specs]
+
+
+def test_the_default_suite_has_one_of_each() -> None:
+    assert names(SuiteSettings()) == ["kvstore-0", "prefill-0", "decode-0", "router-0"]
+
+
+def test_counts_and_store_are_as_asked() -> None:
+    assert names(SuiteSettings(prefill=2, decode=3, store=False)) == [
+        *("prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2"),
+        "router-0",
+    ]
+
+
+def test_a_colocated_suite_has_no_prefill_worker() -> None:
+    settings = SuiteSettings(mode="colocated", prefill=2)
+    assert names(settings) == ["kvstore-0", "decode-0", "router-0"]
+    assert "--mode=colocated" in router_processes(settings, REDIS)[0].flags
+
+
+def test_workers_are_told_model_redis_and_store() -> None:
+    flags = worker_processes(SuiteSettings(model="/m", dtype="float32"), REDIS, "127.0.0.1:9", ())[0].flags
+    expected = {"--model=/m", "--dtype=float32", f"--redis-url={REDIS}", "--store-address=127.0.0.1:9", "--worker-id=prefill-0", "--port=0"}
+    assert expected <= set(flags)
+
+
+def test_empty_and_false_settings_give_no_flag() -> None:
+    flags = worker_processes(SuiteSettings(), REDIS, "", ())[0].flags
+    assert not [flag for flag in flags if flag.startswith(("--store-address", "--otlp-endpoint", "--debug", "--model-name"))]
+    assert "--debug" in worker_processes(SuiteSettings(debug=True), REDIS, "", ())[0].flags
+
+
+def test_only_router_and_store_keep_their_port_over_a_restart() -> None:
+    settings = SuiteSettings(port=0)
+    assert "--port=7001" in router_processes(settings, REDIS)[0].flags_for(7001)
+    assert "--port=7002" in store_processes(settings, REDIS)[0].flags_for(7002)
+    worker = worker_processes(settings, REDIS, "", ())[0]
+    assert worker.flags_for(7003) == worker.flags
+
+
+def test_each_worker_has_a_core_of_its_own_while_there_are_enough() -> None:
+    assert assign_cores(2, [0, 1, 4]) == [0, 1]
+    assert assign_cores(3, [0, 1]) == [-1, -1, -1]
+    assert assign_cores(1, []) == [-1]
+
+
+def test_workers_of_several_threads_are_not_pinned() -> None:
+    specs = worker_processes(SuiteSettings(threads=2), REDIS, "", range(8))
+    assert all("--cpu=-1" in spec.flags for spec in specs)
+
+
+def test_split_without_prefill_workers_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--prefill"):
+        SuiteSettings(mode="split", prefill=0).validate()
+
+
+def test_restarts_back_off_and_end_within_the_window() -> None:
+    policy = RestartPolicy(max_restarts=3, window_s=60, first_delay_s=0.25, max_delay_s=0.6)
+    assert policy.delay_s([], 100.0) == 0.25
+    assert policy.delay_s([99.0], 100.0) == 0.5
+    assert policy.delay_s([98.0, 99.0], 100.0) == 0.6
+    assert policy.delay_s([97.0, 98.0, 99.0], 100.0) is None
+    assert policy.delay_s([10.0, 98.0, 99.0], 100.0) == 0.6
+
+
+def test_zero_restarts_means_never() -> None:
+    assert RestartPolicy(max_restarts=0).delay_s([], 0.0) is None
