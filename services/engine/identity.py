@@ -9,6 +9,7 @@ from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
 
+from kvrelay import hashing
 from kvrelay.errors import ModelLoadError
 from kvrelay.handle import KvLayout, ModelIdentity
 from services.engine.model_config import ModelConfig
@@ -26,15 +27,6 @@ def read_tokenizer_files(folder: Path) -> dict[str, bytes]:
     if TOKENIZER_FILES[0] not in files:
         raise ModelLoadError(f"{folder} has no {TOKENIZER_FILES[0]}", folder=folder)
     return files
-
-
-def tokenizer_digest(files: Mapping[str, bytes]) -> str:
-    """'sha256:<hex>' over the files in the order of `TOKENIZER_FILES`: of each its name, NUL, its length (8 bytes LE), its content."""
-    digest = hashlib.sha256()
-    for name in TOKENIZER_FILES:
-        if name in files:
-            digest.update(name.encode() + b"\0" + len(files[name]).to_bytes(8, "little") + files[name])
-    return f"sha256:{digest.hexdigest()}"
 
 
 def model_digest(folder: Path, config: ModelConfig) -> str:
@@ -59,7 +51,7 @@ def identity_of(
     return ModelIdentity(
         model=model,
         weights_digest=model_digest(folder, config),
-        tokenizer_digest=tokenizer_digest(tokenizer_files),
+        tokenizer_digest=hashing.tokenizer_digest(tokenizer_files),
         dtype=dtype,
         kv_dtype=kv_dtype,
         rope=canonical_text(asdict(config.rope)),
