@@ -283,9 +283,9 @@ def _revision(worker: WorkerInfo) -> Revision | None:
 
 
 def _context_tokens(worker: WorkerInfo) -> int:
-    """A request never fits more than the pool, whatever the model could do."""
+    """A request never fits more than the pool, whatever the model could do; the last token needs no KV."""
     if worker.load.total_pages > 0 and worker.layout is not None:
-        return min(worker.max_context_tokens, worker.load.total_pages * worker.layout.block_size)
+        return min(worker.max_context_tokens, worker.load.total_pages * worker.layout.block_size + 1)
     return worker.max_context_tokens
 
 

@@ -124,12 +124,12 @@ def place(
 ) -> Plan:
     """Chooses among candidates of one revision. Raises `NoWorkerError` (role 'decode') when nothing can decode.
 
-    Candidates whose context is too small for this request are passed over.
+    Candidates whose context or pool is too small for this request are passed over.
     """
-    decode = _best(_allowed(decodes, restriction, prompt.tokens + prompt.max_tokens), lambda c: _decode_cost(c, prompt))
+    decode = _best(_allowed(decodes, restriction, prompt, prompt.tokens + prompt.max_tokens - 1), lambda c: _decode_cost(c, prompt))
     if decode is None:
         raise NoWorkerError("no decode worker is ready for this request", role="decode")
-    prefill = _best(_allowed(prefills, restriction, prompt.tokens), lambda c: _prefill_cost(c, prompt))
+    prefill = _best(_allowed(prefills, restriction, prompt, prompt.tokens), lambda c: _prefill_cost(c, prompt))
     uncached = prompt.tokens - decode.cached_tokens
     name = decode.worker.worker_id
     if policy.mode is Mode.COLOCATED:
@@ -151,13 +151,14 @@ def place(
     return _split(prefill, decode, Reason.LONG_PROMPT, f"{share}, not under the threshold of {threshold}")
 
 
-def _allowed(candidates: Sequence[Candidate], restriction: Restriction, context_tokens: int) -> list[Candidate]:
-    able = [c for c in candidates if c.worker.worker_id not in restriction.avoid and _fits(c.worker, context_tokens)]
+def _allowed(candidates: Sequence[Candidate], restriction: Restriction, prompt: PromptShape, kv_tokens: int) -> list[Candidate]:
+    able = [c for c in candidates if c.worker.worker_id not in restriction.avoid and _fits(c.worker, prompt, kv_tokens)]
     return [c for c in able if c.worker.worker_id not in restriction.shun] or able
 
 
-def _fits(worker: WorkerInfo, context_tokens: int) -> bool:
-    return worker.max_context_tokens <= 0 or context_tokens <= worker.max_context_tokens
+def _fits(worker: WorkerInfo, prompt: PromptShape, kv_tokens: int) -> bool:
+    pool_tokens = worker.load.total_pages * prompt.block_size
+    return prompt.tokens + prompt.max_tokens <= worker.max_context_tokens and (pool_tokens == 0 or kv_tokens <= pool_tokens)
 
 
 def _best(candidates: Sequence[Candidate], cost: Callable[[Candidate], int]) -> Candidate | None:

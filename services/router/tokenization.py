@@ -19,16 +19,12 @@ from kvrelay import hashing
 from kvrelay.errors import EmptyPromptError, InternalError, InvalidChatError, KvRelayError, NoWorkerError, WorkerLostError
 from kvrelay.values import ChatMessage
 from services.router.fleet import Revision
+from services.router.validation import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from services.runtime.offloop import assert_off_loop, run_off_loop
 from services.runtime.ports import WorkerInfo, WorkersPort
 
-ROLES = ("system", "user", "assistant")
-MAX_MESSAGES = 4096
 MAX_TOKENIZERS = 8
 """Loaded at a time; the least recently used goes first."""
-
-Prompt = str | Sequence[ChatMessage] | Sequence[int]
-"""Text, a conversation, or token ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,29 +34,6 @@ class EncodedPrompt:
     token_ids: Sequence[int]
     block_hashes: Sequence[bytes]
     """Chained hashes of the full blocks."""
-
-
-def validate_chat(messages: Sequence[ChatMessage]) -> None:
-    """Raises `InvalidChatError` unless: an optional system message, then user and assistant in turn, user first and last."""
-    if not messages:
-        raise InvalidChatError("a conversation needs a message", field="chat.messages")
-    if len(messages) > MAX_MESSAGES:
-        raise InvalidChatError(f"at most {MAX_MESSAGES} messages, got {len(messages)}", field="chat.messages")
-    turn = 0
-    for position, message in enumerate(messages):
-        field = f"chat.messages[{position}].role"
-        if message.role not in ROLES:
-            raise InvalidChatError(f"{field} must be one of {', '.join(ROLES)}, got {message.role!r}", field=field)
-        if message.role == "system":
-            if position != 0:
-                raise InvalidChatError("only the first message may be of role system", field=field)
-            continue
-        expected = ROLES[1 + turn % 2]
-        if message.role != expected:
-            raise InvalidChatError(f"{field} must be {expected!r} (user and assistant take turns), got {message.role!r}", field=field)
-        turn += 1
-    if messages[-1].role != "user":
-        raise InvalidChatError("the last message must be the user's", field="chat.messages")
 
 
 class ModelTokenizer:
@@ -116,32 +89,28 @@ class Tokenizers:
 
     async def encode(self, prompt: Prompt, revision: Revision, digest: str, sources: Sequence[WorkerInfo], salt: str) -> EncodedPrompt:
         """Ids and block hashes. Raises `EmptyPromptError`, `InvalidChatError`, or why the tokenizer could not be had."""
-        if isinstance(prompt, str):
-            if not prompt:
-                raise EmptyPromptError("the prompt is empty", field="text")
-            tokenizer = await self.get(digest, sources)
-            return await run_off_loop(lambda: _hashed(tokenizer.encode_text(prompt), revision, salt))
-        if prompt and isinstance(prompt[0], ChatMessage):
-            messages = [message for message in prompt if isinstance(message, ChatMessage)]
-            tokenizer = await self.get(digest, sources)
-            return await run_off_loop(lambda: _hashed(tokenizer.encode_chat(messages), revision, salt))
-        ids = [token_id for token_id in prompt if isinstance(token_id, int)]
-        return await run_off_loop(_hashed, ids, revision, salt)
+        match prompt:
+            case TextPrompt(text):
+                tokenizer = await self.get(digest, sources)
+                return await run_off_loop(lambda: _hashed(tokenizer.encode_text(text), revision, salt))
+            case ChatPrompt(messages):
+                tokenizer = await self.get(digest, sources)
+                return await run_off_loop(lambda: _hashed(tokenizer.encode_chat(messages), revision, salt))
+            case TokenPrompt(ids):
+                return await run_off_loop(_hashed, ids, revision, salt)
 
     async def get(self, digest: str, sources: Sequence[WorkerInfo]) -> ModelTokenizer:
         """Waits for a fetch under way instead of starting another; a waiter takes over when the fetching request is cancelled."""
-        lock = self._fetching.setdefault(digest, asyncio.Lock())
-        try:
-            async with lock:
+        if digest not in self._loaded:
+            async with self._fetching.setdefault(digest, asyncio.Lock()):
                 if digest not in self._loaded:
                     self._loaded[digest] = await self._fetch(digest, sources)
-                    if len(self._loaded) > MAX_TOKENIZERS:
-                        self._loaded.popitem(last=False)
-                self._loaded.move_to_end(digest)
-                return self._loaded[digest]
-        finally:
-            if not lock.locked():
-                self._fetching.pop(digest, None)
+        tokenizer = self._loaded[digest]
+        self._loaded.move_to_end(digest)
+        while len(self._loaded) > MAX_TOKENIZERS:
+            gone, _ = self._loaded.popitem(last=False)
+            self._fetching.pop(gone, None)
+        return tokenizer
 
     async def _fetch(self, digest: str, sources: Sequence[WorkerInfo]) -> ModelTokenizer:
         """From the first worker that gives files of that digest."""

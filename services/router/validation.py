@@ -1,0 +1,149 @@
+"""What a client may ask for, checked before anything is started. Pure; each rule has its own typed error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from kvrelay.errors import (
+    EmptyPromptError,
+    InvalidChatError,
+    InvalidMaxTokensError,
+    InvalidPromptError,
+    InvalidRequestError,
+    InvalidSamplingError,
+    InvalidTokenIdError,
+    PromptTooLongError,
+)
+from kvrelay.values import ChatMessage, SamplingParams, StopConditions
+from services.router.fleet import Limits
+
+CHAT_ROLES = ("system", "user", "assistant")
+MAX_MESSAGES = 4096
+MAX_ID_CHARS = 128
+"""Of a client's own request id and of a cache salt."""
+DEFAULT_MAX_TOKENS = StopConditions().max_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    messages: Sequence[ChatMessage]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    ids: Sequence[int]
+
+
+Prompt = TextPrompt | ChatPrompt | TokenPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateCommand:
+    """One request as it came in, nothing of it checked yet."""
+
+    prompt: Prompt | None
+    model: str = ""
+    """Empty: the only one there is."""
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    has_seed: bool = False
+    """Whether `sampling.seed` is the client's; the router draws one otherwise."""
+    stop: StopConditions = field(default_factory=StopConditions)
+    has_max_tokens: bool = False
+    """Whether `stop.max_tokens` is the client's; otherwise it is the default, or what the context leaves."""
+    request_id: str = ""
+    cache_salt: str = ""
+
+
+def check_command(command: GenerateCommand) -> Prompt:
+    """Everything that can be said without a model: returns the prompt, or raises the `InvalidRequestError` that names the field."""
+    for name, text in (("request_id", command.request_id), ("cache_salt", command.cache_salt)):
+        if len(text) > MAX_ID_CHARS:
+            raise InvalidRequestError(f"{name} has at most {MAX_ID_CHARS} characters, got {len(text)}", field=name)
+    command.sampling.validate()
+    command.stop.validate()
+    if command.has_max_tokens and command.sampling.min_tokens > command.stop.max_tokens:
+        raise InvalidSamplingError(
+            f"min_tokens {command.sampling.min_tokens} is over max_tokens {command.stop.max_tokens}", field="min_tokens"
+        )
+    match command.prompt:
+        case None:
+            raise InvalidPromptError("give text, chat messages or token ids", field="prompt")
+        case TextPrompt(text="") | TokenPrompt(ids=()) | TokenPrompt(ids=[]):
+            raise EmptyPromptError("the prompt is empty", field="prompt")
+        case ChatPrompt(messages):
+            check_chat(messages)
+    return command.prompt
+
+
+def check_chat(messages: Sequence[ChatMessage]) -> None:
+    """Raises `InvalidChatError` unless: an optional system message, then user and assistant in turn, user first and last."""
+    if not messages:
+        raise InvalidChatError("a conversation needs a message", field="chat.messages")
+    if len(messages) > MAX_MESSAGES:
+        raise InvalidChatError(f"at most {MAX_MESSAGES} messages, got {len(messages)}", field="chat.messages")
+    turn = 0
+    for position, message in enumerate(messages):
+        name = f"chat.messages[{position}].role"
+        if message.role not in CHAT_ROLES:
+            raise InvalidChatError(f"{name} must be one of {', '.join(CHAT_ROLES)}, got {message.role!r}", field=name)
+        if message.role == "system":
+            if position != 0:
+                raise InvalidChatError("only the first message may be of role system", field=name)
+            continue
+        expected = CHAT_ROLES[1 + turn % 2]
+        if message.role != expected:
+            raise InvalidChatError(f"{name} must be {expected!r} (user and assistant take turns), got {message.role!r}", field=name)
+        turn += 1
+    if messages[-1].role != "user":
+        raise InvalidChatError("the last message must be the user's", field="chat.messages")
+
+
+def check_against_model(command: GenerateCommand, limits: Limits) -> None:
+    """What the model's limits alone refuse, before a tokenizer is needed."""
+    check_token_ids("logit_bias", command.sampling.logit_bias, limits.vocab_size)
+    check_token_ids("stop.token_ids", command.stop.token_ids, limits.vocab_size)
+    if isinstance(command.prompt, TokenPrompt):
+        if command.prompt.ids:
+            check_token_ids("token_ids", (min(command.prompt.ids), max(command.prompt.ids)), limits.vocab_size)
+        fit(command, len(command.prompt.ids), limits)
+
+
+def check_token_ids(field: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    """Raises `InvalidTokenIdError`."""
+    for token_id in token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise InvalidTokenIdError(
+                f"token id {token_id} in {field} is not in the vocabulary of {vocab_size}",
+                field=field,
+                token_id=token_id,
+                vocab_size=vocab_size,
+            )
+
+
+def fit(command: GenerateCommand, prompt_tokens: int, limits: Limits) -> StopConditions:
+    """The stop conditions with max_tokens settled. Raises `PromptTooLongError` or `InvalidMaxTokensError`."""
+    left = limits.max_context_tokens - prompt_tokens
+    if left < 1:
+        raise PromptTooLongError(
+            f"a prompt of {prompt_tokens} tokens leaves no room in a context of {limits.max_context_tokens}",
+            field="prompt",
+            prompt_tokens=prompt_tokens,
+            limit_tokens=limits.max_context_tokens,
+        )
+    if not command.has_max_tokens:
+        return replace(command.stop, max_tokens=min(DEFAULT_MAX_TOKENS, left))
+    if command.stop.max_tokens > left:
+        raise InvalidMaxTokensError(
+            f"max_tokens {command.stop.max_tokens} is over the {left} that {prompt_tokens} prompt tokens leave"
+            f" of a context of {limits.max_context_tokens}",
+            field="stop.max_tokens",
+            max_tokens=command.stop.max_tokens,
+            limit_tokens=left,
+        )
+    return command.stop
