@@ -42,6 +42,8 @@ class _Read:
     page_rows: torch.Tensor
     """int64 `[layers, sequences * 2 * pages]`: rows of `KvPool.page_rows`; of each sequence keys, then values."""
     sequences: int
+    keys: int
+    """Keys the call sees of each sequence, padding included; the pages may hold a few more."""
     decode: bool
     masks: dict[int, torch.Tensor]
     """Additive mask for each window: decode `[sequences, 1, 1, keys]`, prefill `[padded rows, keys]`."""
@@ -121,6 +123,7 @@ class PagedAttention:
     def _gather(self, call: _Read, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values, each `[sequences, kv_heads, keys, head_dim]` (strided)."""
         both = self._pool.gather(call.page_rows[layer]).view(call.sequences, 2, -1, self._pool.kv_heads, self._pool.head_dim)
+        both = both[:, :, : call.keys]
         return both[:, 0].transpose(1, 2), both[:, 1].transpose(1, 2)
 
     def _decode(self, call: _Read, layer: int, mask: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
@@ -174,17 +177,17 @@ def _groups_of_like_length(spans: Sequence[Span]) -> list[list[Span]]:
 
 
 def _decode_read(row: int, spans: Sequence[Span], pool: KvPool, rules: Rules, windows: frozenset[int]) -> _Read:
-    pages = -(-rules.pad_keys(spans[-1].end) // pool.page_size)
+    keys = rules.pad_keys(spans[-1].end)
     last = torch.tensor([[span.end - 1] for span in spans], device=pool.device)
-    masks = {window: mask[:, None, None, :] for window, mask in _masks(last, pages * pool.page_size, pool.dtype, windows)}
-    return _Read(row, row + len(spans), _page_rows(spans, pages, pool), len(spans), True, masks)
+    masks = {window: mask[:, None, None, :] for window, mask in _masks(last, keys, pool.dtype, windows)}
+    return _Read(row, row + len(spans), _page_rows(spans, keys, pool), len(spans), keys, True, masks)
 
 
 def _prefill_read(row: int, tile: Span, pool: KvPool, rules: Rules, windows: frozenset[int]) -> _Read:
-    pages = -(-rules.pad_keys(tile.end) // pool.page_size)
+    keys = rules.pad_keys(tile.end)
     rows = torch.arange(tile.start, tile.start + rules.pad_queries(tile.count), device=pool.device)[:, None]
-    masks = dict(_masks(rows, pages * pool.page_size, pool.dtype, windows))
-    return _Read(row, row + tile.count, _page_rows([tile], pages, pool), 1, False, masks)
+    masks = dict(_masks(rows, keys, pool.dtype, windows))
+    return _Read(row, row + tile.count, _page_rows([tile], keys, pool), 1, keys, False, masks)
 
 
 def _masks(positions: torch.Tensor, keys: int, dtype: torch.dtype, windows: frozenset[int]) -> list[tuple[int, torch.Tensor]]:
@@ -199,9 +202,13 @@ def _masks(positions: torch.Tensor, keys: int, dtype: torch.dtype, windows: froz
     return result
 
 
-def _page_rows(spans: Sequence[Span], pages: int, pool: KvPool) -> torch.Tensor:
-    """Tables are filled up with a sequence's own first page: masked, and never another sequence's bytes."""
-    tables = [[*span.pages[:pages], *[span.pages[0]] * (pages - len(span.pages))] for span in spans]
+def _page_rows(spans: Sequence[Span], keys: int, pool: KvPool) -> torch.Tensor:
+    """Tables hold the pages that have keys, filled up with the first of them: masked, and never another sequence's bytes."""
+    pages = -(-keys // pool.page_size)
+    tables = []
+    for span in spans:
+        used = span.pages[: -(-span.end // pool.page_size)]
+        tables.append([*used, *[used[0]] * (pages - len(used))])
     key_rows = torch.tensor(tables, dtype=torch.int64, device=pool.device)[:, None, :] * (2 * pool.layers)
     both = torch.cat((key_rows, key_rows + 1), dim=1).view(1, -1)
     return both + 2 * torch.arange(pool.layers, device=pool.device)[:, None]
