@@ -46,7 +46,7 @@ class Decoder:
         return self._split(job, handle)
 
     async def _local(self, job: Job) -> AsyncGenerator[DecodeEvent, None]:
-        trace = self._phases.local(job.request_id)
+        trace = self._phases.begin(job.request_id)
         async with self._engine.open(_request(job, hold=self._prefixes.enabled)) as stream:
             async for event in stream:
                 match event:
@@ -64,14 +64,15 @@ class Decoder:
                         yield DecodeToken(token)
                     case Finished(finish_reason=finish_reason, usage=usage, marks=marks):
                         assert finish_reason is not None
-                        trace.end(marks, usage)
+                        trace.prefill(marks, usage)
+                        trace.decode(marks, usage)
                         yield DecodeDone(finish_reason, usage, marks)
 
     async def _split(self, job: Job, handle: KvHandle) -> AsyncGenerator[DecodeEvent, None]:
         digest = await run_off_loop(self._digest, job)
         if digest != handle.prompt_digest:
             raise PromptMismatchError("the handle holds the KV of another prompt", handle=handle.name)
-        trace = self._phases.split(job.request_id)
+        trace = self._phases.begin(job.request_id)
         async with self._engine.open(_request(job, hold=True)) as stream:
             admitted = await self._admitted(stream, handle)
             yield DecodeAccepted(admitted.cached_tokens)
@@ -83,7 +84,7 @@ class Decoder:
                 first_block=admitted.cached_tokens // self._engine.layout.block_size,
                 timeout_s=remaining_s(),
             )
-            trace.transfer(pull_start, self._clock.time_ns(), result, admitted.cached_tokens)
+            trace.transfer(pull_start, self._clock.time_ns(), result.stats, result.prefill_end_ns, admitted.cached_tokens)
             if result.finished:
                 # Prefill's own token ended the answer: there is nothing to decode.
                 yield KvReady(result.stats)
@@ -97,7 +98,7 @@ class Decoder:
                         yield DecodeToken(token)
                     case Finished(finish_reason=finish_reason, usage=usage, marks=marks):
                         assert finish_reason is not None
-                        trace.end(marks, usage)
+                        trace.decode(marks, usage)
                         yield DecodeDone(finish_reason, usage, marks, result.stats)
 
     async def _admitted(self, stream: EngineStream, handle: KvHandle) -> Admitted:

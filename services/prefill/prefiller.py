@@ -10,8 +10,9 @@ from kvrelay.errors import FingerprintMismatchError, KvRelayError
 from services.engine.api import Admitted, EnginePort, EngineRequest, EngineStream, Finished, PrefillProgress, TokenDrawn
 from services.relay.holder import HeldKv, KvHolder
 from services.relay.leases import refusal
+from services.runtime.clock import Clock
 from services.runtime.ports import FirstToken, Job, PrefillAccepted, PrefillDone, PrefillEvent
-from services.worker.phases import PhaseRecorder
+from services.worker.phases import PhaseRecorder, PhaseTrace
 from services.worker.prefix import PrefixExchange
 
 
@@ -24,13 +25,16 @@ class Prefiller:
         holder: KvHolder,
         prefixes: PrefixExchange,
         phases: PhaseRecorder,
+        clock: Clock,
         tasks: asyncio.TaskGroup,
     ) -> None:
         self._engine = engine
         self._holder = holder
         self._prefixes = prefixes
         self._phases = phases
+        self._clock = clock
         self._tasks = tasks
+        self._serving: set[asyncio.Task[None]] = set()
 
     async def prefill(self, job: Job) -> AsyncGenerator[PrefillEvent, None]:
         """`PrefillAccepted`, then `FirstToken`, then `PrefillDone`. Closing it early revokes the handle and frees everything.
@@ -43,6 +47,8 @@ class Prefiller:
         # Three events and one error at most: no bound needed beyond that.
         out: asyncio.Queue[PrefillEvent | BaseException] = asyncio.Queue(maxsize=4)
         task = self._tasks.create_task(self._serve(job, out), name=f"prefill {job.request_id}")
+        self._serving.add(task)
+        task.add_done_callback(self._serving.discard)
         done = False
         try:
             while not done:
@@ -55,6 +61,11 @@ class Prefiller:
             if not done:
                 task.cancel()
 
+    async def settled(self) -> None:
+        """Returns when no job is computed and no handle held any more."""
+        while self._serving:
+            await asyncio.wait(self._serving)
+
     async def _serve(self, job: Job, out: asyncio.Queue[PrefillEvent | BaseException]) -> None:
         """Owns the job's pages and handle from first to last; never raises into the task group."""
         request = EngineRequest(
@@ -66,26 +77,29 @@ class Prefiller:
             prefill_only=True,
             hold=self._prefixes.enabled,
         )
+        trace = self._phases.begin(job.request_id)
         try:
             # Leaving `held` waits until no reader copies any more; only then does leaving the stream free the pages.
             async with self._engine.open(request) as stream, await self._holder.hold(job.token_ids, job.cache_salt) as held:
+                began_ns = self._clock.time_ns()
                 out.put_nowait(PrefillAccepted(held.handle))
-                await self._compute_while_held(job, held, stream, out)
+                await self._compute_while_held(job, held, stream, trace, out)
                 self._prefixes.offer(job)
-                await held.ended()
+                why = await held.ended()
+                trace.held(began_ns, self._clock.time_ns(), held.served, why.value)
         except asyncio.CancelledError:
             raise
         except Exception as error:  # noqa: BLE001 - carried to the RPC, whose interceptor types and logs it
             out.put_nowait(error)
 
     async def _compute_while_held(
-        self, job: Job, held: HeldKv, stream: EngineStream, out: asyncio.Queue[PrefillEvent | BaseException]
+        self, job: Job, held: HeldKv, stream: EngineStream, trace: PhaseTrace, out: asyncio.Queue[PrefillEvent | BaseException]
     ) -> None:
         """Raises the error that ended the handle when that happens before its KV is complete."""
 
         async def compute() -> None:
             try:
-                async with aclosing(self._compute(job, held, stream)) as events:
+                async with aclosing(self._compute(job, held, stream, trace)) as events:
                     async for event in events:
                         out.put_nowait(event)
             except KvRelayError as error:
@@ -104,8 +118,7 @@ class Prefiller:
                 task.cancel()
             await asyncio.gather(computing, ended, return_exceptions=True)
 
-    async def _compute(self, job: Job, held: HeldKv, stream: EngineStream) -> AsyncGenerator[PrefillEvent, None]:
-        trace = self._phases.prefill(job.request_id)
+    async def _compute(self, job: Job, held: HeldKv, stream: EngineStream, trace: PhaseTrace) -> AsyncGenerator[PrefillEvent, None]:
         async for event in stream:
             match event:
                 case Admitted(pages=pages, cached_tokens=cached):
@@ -122,7 +135,7 @@ class Prefiller:
                     held.commit(token.token_id, finish is not None, at_ns)
                     yield FirstToken(token)
                 case Finished(finish_reason=finish_reason, usage=usage, marks=marks):
-                    trace.end(marks, usage)
+                    trace.prefill(marks, usage)
                     yield PrefillDone(finish_reason, usage, marks)
 
 
