@@ -6,21 +6,23 @@ stream through another generator, and lose the call's ending when the caller lea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from types import TracebackType
 from typing import Any
 
 import grpc
 from opentelemetry import trace
-from opentelemetry.trace import Span, SpanKind, Tracer
+from opentelemetry.trace import SpanKind, Tracer
 
 from services.runtime import names
 from services.runtime.interceptors.tracing import finish
 from services.runtime.telemetry import inject
 
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
+
 
 class TracedChannel(grpc.aio.Channel):
-    """`inner` with a span around each call. Calls are grpc's own objects: cancel them when leaving a stream early."""
+    """`inner` with a span around each call. Cancel a call that is not read to its end; iterating and leaving the loop does so too."""
 
     def __init__(self, inner: grpc.aio.Channel, target: str, tracer: Tracer) -> None:
         self._inner = inner
@@ -32,21 +34,21 @@ class TracedChannel(grpc.aio.Channel):
 
     def unary_unary(self, method: str, request_serializer: Any = None, response_deserializer: Any = None, **options: Any) -> Any:
         make: Any = self._inner.unary_unary(method, None, response_deserializer, **options)
-        return self._traced(method, lambda request, **call: make(request, **call), request_serializer or _as_it_is)
+        return self._traced(method, lambda request, **call: make(request, **call), request_serializer or _as_it_is, streams=False)
 
     def unary_stream(self, method: str, request_serializer: Any = None, response_deserializer: Any = None, **options: Any) -> Any:
         make: Any = self._inner.unary_stream(method, None, response_deserializer, **options)
-        return self._traced(method, lambda request, **call: make(request, **call), request_serializer or _as_it_is)
+        return self._traced(method, lambda request, **call: make(request, **call), request_serializer or _as_it_is, streams=True)
 
     def stream_unary(self, method: str, request_serializer: Any = None, response_deserializer: Any = None, **options: Any) -> Any:
         make = self._inner.stream_unary(method, request_serializer, response_deserializer, **options)
-        return self._traced(method, lambda requests, **call: make(requests, **call), _as_it_is)
+        return self._traced(method, lambda requests, **call: make(requests, **call), _as_it_is, streams=False)
 
     def stream_stream(self, method: str, request_serializer: Any = None, response_deserializer: Any = None, **options: Any) -> Any:
         make = self._inner.stream_stream(method, request_serializer, response_deserializer, **options)
-        return self._traced(method, lambda requests, **call: make(requests, **call), _as_it_is)
+        return self._traced(method, lambda requests, **call: make(requests, **call), _as_it_is, streams=True)
 
-    def _traced(self, method: str, make: Callable[..., Any], prepare: Callable[[Any], Any]) -> Callable[..., Any]:
+    def _traced(self, method: str, make: Callable[..., Any], prepare: Callable[[Any], Any], *, streams: bool) -> Callable[..., Any]:
         """`prepare` serialises a single request before the call exists: grpc would do it in a task whose failure no callback sees."""
         name = method.lstrip("/")
         attributes: Mapping[str, str | int] = {names.RPC_SYSTEM_NAME: "grpc", names.RPC_METHOD: name, **self._peer}
@@ -59,8 +61,8 @@ class TracedChannel(grpc.aio.Channel):
             except BaseException as error:
                 finish(span, type(error).__qualname__, failed=True)
                 raise
-            started.add_done_callback(lambda ended: _finish_call(span, ended))
-            return started
+            _when_done(started, lambda code: finish(span, code, failed=code != "OK"))
+            return _Stream(started) if streams else started
 
         return call
 
@@ -90,18 +92,56 @@ def _as_it_is(request: Any) -> Any:
     return request
 
 
-def _finish_call(span: Span, call: Any) -> None:
-    code = _code_of(call)
-    finish(span, code, failed=code != "OK")
+class _Stream:
+    """A call with a stream of responses that ends when its iteration is given up.
+
+    grpc's own keeps itself alive, and the server at work, when the caller breaks out of the loop and forgets it. Iterating again goes on
+    where the last loop stopped, as with grpc's, for as long as the call is kept.
+    """
+
+    __slots__ = ("_call", "_messages")
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self._messages: AsyncGenerator[Any, None] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._call, name)
+
+    def __aiter__(self) -> AsyncGenerator[Any, None]:
+        if self._messages is None:
+            self._messages = _messages(self._call)
+        return self._messages
 
 
-def _code_of(call: Any) -> str:
-    """The status of an ended call. `code()` is a coroutine that has nothing left to wait for."""
-    coroutine = call.code()
+async def _messages(call: Any) -> AsyncGenerator[Any, None]:
     try:
-        coroutine.send(None)
-    except StopIteration as ended:
-        return ended.value.name if isinstance(ended.value, grpc.StatusCode) else "UNKNOWN"
+        async for message in call:
+            yield message
     finally:
-        coroutine.close()
+        call.cancel()
+
+
+def _when_done(call: Any, callback: Callable[[str], None]) -> None:
+    """Calls back with the status once the call is over.
+
+    The public `add_done_callback` makes the pending call refer to itself: one that its caller dropped would never be collected, so never
+    cancelled. The core call beneath it lives and ends by itself.
+    """
+    core = getattr(call, "_cython_call", None)
+    if core is None:
+        call.add_done_callback(lambda ended: callback(_ended_code(ended.code())))
+    else:
+        core.add_done_callback(lambda: callback(_ended_code(core.status())))
+
+
+def _ended_code(reading: Coroutine[Any, Any, Any]) -> str:
+    """The code of an ended call, from a coroutine that has nothing left to wait for."""
+    try:
+        reading.send(None)
+    except StopIteration as ended:
+        code = ended.value if isinstance(ended.value, grpc.StatusCode) else _CODES.get(ended.value.code())
+        return code.name if code is not None else "UNKNOWN"
+    finally:
+        reading.close()
     return "UNKNOWN"
