@@ -236,7 +236,7 @@ class KvHolder:
                 end = min(ready, block + self._blocks_per_segment)
                 chunks, crc = await held._read(block, end)
                 self._check_alive(held)
-                early = held._tail is None
+                early = not held.committed
                 segment = KvSegment(block, end - block, sum(map(len, chunks)), crc)
                 held.served = replace(
                     held.served,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import hmac
+from collections import OrderedDict
 from dataclasses import dataclass
 
 from kvrelay.errors import (
@@ -61,7 +62,7 @@ class LeaseTable:
         self._tombstone_s = tombstone_s
         # One ttl for all and a clock that never goes back: moving a renewed lease to the end keeps the dict sorted by deadline.
         self._live: dict[str, _Live] = {}
-        self._tombstones: dict[str, tuple[LeaseEnd, float]] = {}
+        self._tombstones: OrderedDict[str, tuple[LeaseEnd, float]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._live)
@@ -123,7 +124,7 @@ class LeaseTable:
         self._forget(now)
         self._tombstones[name] = (why, now + self._tombstone_s)
         while len(self._tombstones) > self._max_tombstones:
-            del self._tombstones[next(iter(self._tombstones))]
+            self._tombstones.popitem(last=False)
         return True
 
     def expire(self, now: float) -> list[str]:

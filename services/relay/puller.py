@@ -225,12 +225,18 @@ class KvPuller:
                     return
                 sign_of_life()
 
-        task = asyncio.create_task(renew(), name=f"renew {handle.name}")
-        try:
-            yield
-        finally:
-            task.cancel()
-            await asyncio.wait([task])
+        # What the body raises must not arrive wrapped into the group's exception.
+        raised: Exception | None = None
+        async with asyncio.TaskGroup() as group:
+            renewal = group.create_task(renew(), name=f"renew {handle.name}")
+            try:
+                yield
+            except Exception as error:  # noqa: BLE001 - raised again below
+                raised = error
+            finally:
+                renewal.cancel()
+        if raised is not None:
+            raise raised
 
     async def _let_go(self, handle: KvHandle, location: Location) -> None:
         try:

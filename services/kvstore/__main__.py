@@ -1,0 +1,139 @@
+"""`python -m services.kvstore`: one block store, until SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+from kvrelay.errors import KvRelayError
+from kvrelay.kv.v1 import kv_store_service_pb2_grpc
+from services.kvstore.keeper import StoreKeeper
+from services.kvstore.service import SERVICE_NAME, KvStoreServicer
+from services.kvstore.store import BlockStore
+from services.runtime.clock import SystemClock
+from services.runtime.config import load_settings, setting
+from services.runtime.logging_setup import setup_logging
+from services.runtime.ports import WorkerInfo, WorkerLoad
+from services.runtime.process import announce_ready, exit_with_parent, run_until_stopped
+from services.runtime.registry import Heartbeat, RedisRegistry
+from services.runtime.server import ServiceServer
+from services.runtime.telemetry import Telemetry
+
+PROG = "python -m services.kvstore"
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSettings:
+    """A shared store of finished KV blocks, in memory."""
+
+    host: str = setting("127.0.0.1", "address to listen on")
+    port: int = setting(0, "port to listen on; 0: any free one", minimum=0, maximum=65535)
+    advertise: str = setting("", "host that others reach this store by; empty: the listening address")
+    limit_mib: int = setting(512, "memory for blocks; the least recently used go first", unit="MiB", minimum=1)
+    lease_ttl_s: float = setting(10.0, "life of a read or write that does not move", unit="s", minimum=0.1)
+    max_leases: int = setting(1024, "reads and writes open at once; more are refused", unit="leases", minimum=1)
+    max_streams: int = setting(64, "transfers under way at once; more are refused", unit="streams", minimum=1)
+    max_chain_blocks: int = setting(16384, "longest chain of blocks in one request", unit="blocks", minimum=1)
+    redis_url: str = setting("redis://127.0.0.1:6379/0", "registry; empty: register nowhere")
+    namespace: str = setting("kvrelay", "prefix of every key in Redis")
+    worker_id: str = setting("", "name in the registry, kept over restarts; empty: a random one")
+    heartbeat_s: float = setting(1.0, "time between registry renewals", unit="s", minimum=0.05)
+    registry_ttl_s: float = setting(6.0, "life of a registry entry that is not renewed", unit="s", minimum=0.1)
+    max_message_bytes: int = setting(16 << 20, "largest message accepted", unit="bytes", minimum=2 << 20)
+    default_timeout_s: float = setting(600.0, "deadline of requests that bring none", unit="s", minimum=0.1)
+    drain_grace_s: float = setting(20.0, "how long running requests may go on at SIGTERM", unit="s", minimum=0)
+    otlp_endpoint: str = setting("", "where spans go (OTLP over gRPC); empty: nowhere")
+    log_level: str = setting("INFO", "least severe level that is logged", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
+    exit_with_parent: bool = setting(False, "die when the process that started this one does")
+    debug: bool = setting(False, "check the store's invariants after every sweep")
+
+
+class _Over(Exception):
+    """Ends a task group whose tasks run until cancelled."""
+
+
+async def serve(settings: StoreSettings) -> None:
+    """Serves until a signal. Raises `ConfigError` when it cannot listen."""
+    worker_id = settings.worker_id or f"kvstore-{secrets.token_hex(4)}"
+    incarnation = time.time_ns()
+    async with AsyncExitStack() as stack:
+        telemetry = Telemetry.start("kvrelay-kvstore", worker_id, settings.otlp_endpoint)
+        stack.push_async_callback(telemetry.shutdown)
+        store = BlockStore(
+            settings.limit_mib << 20, settings.lease_ttl_s, max_leases=settings.max_leases, max_chain_blocks=settings.max_chain_blocks
+        )
+        keeper = StoreKeeper(store, incarnation, "", SystemClock(), max_streams=settings.max_streams, debug=settings.debug)
+        server = ServiceServer(
+            "kvrelay-kvstore",
+            telemetry,
+            settings.host,
+            settings.port,
+            settings.max_message_bytes,
+            settings.default_timeout_s,
+            settings.drain_grace_s,
+        )
+        server.add(kv_store_service_pb2_grpc.add_KvStoreServiceServicer_to_server, KvStoreServicer(keeper), SERVICE_NAME)
+        await server.start()
+        keeper.address = f"{settings.advertise or settings.host}:{server.port}"
+        server.set_serving("kvstore", True)
+
+        def describe() -> WorkerInfo:
+            return WorkerInfo(
+                worker_id=worker_id,
+                role="kvstore",
+                address=keeper.address,
+                incarnation=incarnation,
+                load=WorkerLoad(running=server.running, held_handles=store.leases),
+            )
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(keeper.run(), name="lease sweeper")
+                beating: asyncio.Task[None] | None = None
+                if settings.redis_url:
+                    registry = RedisRegistry(settings.redis_url, settings.namespace, settings.registry_ttl_s)
+                    heartbeat = Heartbeat(registry, describe, None, interval_s=settings.heartbeat_s)
+                    beating = tasks.create_task(heartbeat.run(), name="heartbeat")
+
+                async def leave() -> None:
+                    if beating is not None:
+                        beating.cancel()
+                        await asyncio.wait([beating], timeout=2.0)
+
+                announce_ready("kvstore", keeper.address, worker_id)
+                await run_until_stopped(server, before_drain=leave)
+                raise _Over
+        except* _Over:
+            pass
+
+
+def main() -> None:
+    """Reads flags and environment, serves until a signal; exits 0 after a drain, 1 with one line for an error with a name."""
+    settings = load_settings(StoreSettings, sys.argv[1:], os.environ, PROG)
+    if settings.exit_with_parent:
+        exit_with_parent()
+    setup_logging(settings.log_level)
+    try:
+        asyncio.run(serve(settings))
+    except* KvRelayError as group:
+        for error in _leaves(group):
+            sys.stderr.write(f"{PROG}: {error}\n")
+        raise SystemExit(1) from None
+
+
+def _leaves(group: BaseExceptionGroup[KvRelayError]) -> Iterator[KvRelayError]:
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from _leaves(error)
+        else:
+            yield error
+
+
+if __name__ == "__main__":
+    main()
