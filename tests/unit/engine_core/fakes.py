@@ -128,7 +128,7 @@ def expected_answer(request: EngineRequest) -> list[int]:
 class Bench:
     """A core over the fake model, with a clock that counts, and every event it gave, by request."""
 
-    num_pages: int = 64
+    num_pages: int = 128
     block_size: int = 4
     max_num_batched_tokens: int = 32
     max_num_seqs: int = 8
