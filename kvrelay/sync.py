@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
 import threading
 import weakref
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from types import TracebackType
 from typing import Any, TypeVar, Unpack
 
@@ -33,7 +32,7 @@ class Client:
     def __init__(self, target: str | None = None, **options: Any) -> None:
         self._client = AsyncClient(target, **options)
         self._loop = _LoopThread()
-        self._stop = weakref.finalize(self, self._loop.stop)
+        self._finalizer = weakref.finalize(self, self._loop.stop, self._client.aclose)
 
     @property
     def target(self) -> str:
@@ -47,15 +46,11 @@ class Client:
 
     def close(self) -> None:
         """Ends running streams, closes the connection and the thread. Idempotent; blocks for a few seconds at most."""
-        if self._stop.alive:
-            try:
-                self._loop.run(self._client.aclose(), timeout_s=_CLOSE_TIMEOUT_S)
-            finally:
-                self._stop()
+        self._finalizer()
 
     def generate(self, prompt: Prompt | None = None, **options: Unpack[GenerateOptions]) -> SyncGenerationStream:
         """As `AsyncClient.generate`; iterate it with a plain `for`, leave it early by `break`."""
-        return SyncGenerationStream(self._client.generate(prompt, **options), self._loop)
+        return SyncGenerationStream(self._client.generate(prompt, **options), self)
 
     def list_models(self, *, timeout: float | None = None) -> Sequence[ModelView]:
         return self._loop.run(self._client.list_models(timeout=timeout))
@@ -67,8 +62,9 @@ class Client:
 class SyncGenerationStream:
     """`GenerationStream` with blocking steps. An interrupted step (Ctrl-C) cancels the generation."""
 
-    def __init__(self, stream: GenerationStream, loop: _LoopThread) -> None:
-        self._stream, self._loop = stream, loop
+    def __init__(self, stream: GenerationStream, client: Client) -> None:
+        # The client lives as long as its streams, or `for token in Client().generate(...)` would end at once.
+        self._stream, self._client, self._loop = stream, client, client._loop
 
     def __iter__(self) -> SyncGenerationStream:
         return self
@@ -144,44 +140,57 @@ async def _step(stream: GenerationStream) -> Token | None:
 
 
 class _LoopThread:
-    """An event loop on a daemon thread."""
+    """An event loop on a daemon thread. Whatever is run on it ends, at the latest when it is stopped."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="kvrelay-client", daemon=True)
+        self._lock = threading.RLock()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._main, name="kvrelay-client", daemon=True)
         self._thread.start()
 
-    def run(self, coroutine: Coroutine[Any, Any, T], *, timeout_s: float | None = None) -> T:
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Blocks for the result; an interrupt cancels the coroutine."""
-        if self._loop.is_closed():
-            coroutine.close()
-            raise CancelledByClientError("the client is closed")
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        # Under the lock a coroutine either reaches the loop before its end, which then cancels it, or is refused.
+        with self._lock:
+            if self._stopping:
+                coroutine.close()
+                raise CancelledByClientError("the client is closed")
+            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
-            return future.result(timeout_s)
+            return future.result()
         except concurrent.futures.CancelledError:
             raise CancelledByClientError("the client was closed") from None
         finally:
             future.cancel()
 
-    def call_soon(self, callback: Any) -> None:
-        """Nothing once the loop is closed: whatever ran on it has ended."""
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(callback)
+    def call_soon(self, callback: Callable[[], None]) -> None:
+        """Nothing once the loop stops: whatever ran on it has ended."""
+        with self._lock:
+            if not self._stopping:
+                self._loop.call_soon_threadsafe(callback)
 
-    def stop(self) -> None:
-        """Cancels what still runs and ends the thread."""
-        if self._loop.is_closed():
-            return
-        self._loop.call_soon_threadsafe(self._begin_stop)
+    def stop(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Runs `last`, cancels what still runs and ends the thread; waits for that, if only for a few seconds."""
+        with self._lock:
+            if not self._stopping:
+                self._stopping = True
+                asyncio.run_coroutine_threadsafe(self._end(last), self._loop)
         if threading.current_thread() is not self._thread:
             self._thread.join(_CLOSE_TIMEOUT_S)
-            if not self._thread.is_alive():
-                self._loop.close()
 
-    def _begin_stop(self) -> None:
-        tasks = asyncio.all_tasks(self._loop)
-        for task in tasks:
-            task.cancel()
-        # One more turn of the loop lets the cancelled tasks end.
-        self._loop.call_soon(self._loop.stop)
+    def _main(self) -> None:
+        self._loop.run_forever()
+        self._loop.close()
+
+    async def _end(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        try:
+            async with asyncio.timeout(_CLOSE_TIMEOUT_S / 2):
+                await last()
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                await asyncio.wait(tasks, timeout=_CLOSE_TIMEOUT_S / 2)
+        finally:
+            self._loop.call_soon(self._loop.stop)

@@ -90,14 +90,15 @@ def test_closing_the_client_cancels_on_the_server_and_ends_the_thread(remote: Ro
 
 def test_closing_from_another_thread_ends_a_blocked_reader_with_a_typed_error(remote: RouterThread) -> None:
     remote.router.script = one_token_then_silence
-    client = kvrelay.Client(remote.router.target)
-    stream = client.generate("x")
-    next(stream)
     with ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(next, stream)
-        client.close()
-        with pytest.raises(errors.CancelledByClientError):
-            reading.result(20)
+        for _ in range(20):  # the reader comes before, during or after the close
+            client = kvrelay.Client(remote.router.target)
+            stream = client.generate("x")
+            next(stream)
+            reading = pool.submit(next, stream)
+            client.close()
+            with pytest.raises(errors.CancelledByClientError):
+                reading.result(20)
 
 
 def test_errors_are_the_same(remote: RouterThread) -> None:
@@ -117,6 +118,10 @@ def test_several_threads_share_one_client(remote: RouterThread) -> None:
     with kvrelay.Client(remote.router.target) as client, ThreadPoolExecutor(4) as pool:
         texts = list(pool.map(lambda _: client.generate("x").collect().text, range(12)))
     assert texts == ["w0 w1 w2 "] * 12
+
+
+def test_a_stream_keeps_its_client_alive(remote: RouterThread) -> None:
+    assert [t.index for t in kvrelay.Client(remote.router.target).generate("x")] == [0, 1, 2]
 
 
 def test_a_forgotten_client_ends_its_thread(remote: RouterThread) -> None:
