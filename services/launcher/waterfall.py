@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -180,7 +181,7 @@ def _hand_over(waterfall: Waterfall) -> str:
 def percentile(values: Sequence[float], share: float) -> float:
     """The smallest value that at least `share` of `values` do not exceed."""
     ordered = sorted(values)
-    return ordered[max(0, min(len(ordered) - 1, -int(-share * len(ordered) // 1) - 1))]
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
 def _ttft_ms(root: SpanLike) -> float:

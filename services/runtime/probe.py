@@ -1,4 +1,4 @@
-"""Asks a service for its health: `python -m services.runtime.probe HOST:PORT [NAME]` exits 0 when it serves. For container health checks."""
+"""For container health checks: `python -m services.runtime.probe HOST:PORT [NAME]` exits 0 when the service serves."""
 
 from __future__ import annotations
 
