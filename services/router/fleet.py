@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvrelay.errors import NoWorkerError, UnknownModelError
-from kvrelay.handle import KvLayout, differences
+from kvrelay.handle import KvLayout, ModelIdentity, differences
 from services.router.load import Dispatch, LoadCorrections
 from services.router.placement import Candidate, Mode
 from services.runtime.ports import BlocksChanged, FleetEvent, FleetSnapshot, RegistryLost, WorkerGone, WorkerInfo, WorkerSeen
@@ -26,6 +26,8 @@ class Revision:
     model: str
     fingerprint: bytes
     layout: KvLayout
+    tokenizer_digest: str
+    """Part of what the fingerprint covers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,18 @@ class Limits:
     max_context_tokens: int
     """Prompt and answer together, on the roomiest decode worker."""
     vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelState:
+    """How a model stands, by the revision that new requests get."""
+
+    identity: ModelIdentity
+    max_context_tokens: int
+    missing_role: str
+    """The role that lacks a ready worker; '' when complete for the mode. Without 'prefill' requests are served locally."""
+    prefill_workers: int
+    decode_workers: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +217,6 @@ class Fleet:
 
         Raises `NoWorkerError` when no version can serve.
         """
-        needed = {"decode"} if mode is Mode.COLOCATED else {"prefill", "decode"}
         ready: dict[Revision, list[WorkerInfo]] = {}
         for entry in self._live(now):
             if entry.revision is not None and entry.revision.model == model and entry.worker.state == "ready":
@@ -211,7 +224,7 @@ class Fleet:
 
         def rank(revision: Revision) -> tuple[bool, int, int, bytes]:
             workers = ready[revision]
-            complete = needed <= {worker.role for worker in workers}
+            complete = _needed(mode) <= {worker.role for worker in workers}
             # The oldest life tells when a version came: a restart does not make it new.
             return complete, len(workers), min(worker.incarnation for worker in workers), revision.fingerprint
 
@@ -219,6 +232,27 @@ class Fleet:
         if not able:
             raise NoWorkerError(f"no decode worker is ready for model {model!r}", role="decode", model=model)
         return max(able, key=rank)
+
+    def model_state(self, model: str, mode: Mode, now: float) -> ModelState:
+        """Of one of `models(now)`; where nothing can decode it, of the version of its last comer."""
+        try:
+            revision = self.choose_revision(model, mode, now)
+        except NoWorkerError:
+            revision = None
+        entries = [e for e in self._live(now) if e.revision is not None and e.revision.model == model]
+        if revision is not None:
+            entries = [e for e in entries if e.revision == revision]
+        newest = max((e.worker for e in entries), key=lambda worker: worker.incarnation)
+        assert newest.identity is not None
+        roles = [e.worker.role for e in entries if e.worker.state == "ready"]
+        missing = [role for role in ("decode", "prefill") if role in _needed(mode) and role not in roles]
+        return ModelState(
+            identity=newest.identity,
+            max_context_tokens=max(_context_tokens(e.worker) for e in entries),
+            missing_role=missing[0] if missing else "",
+            prefill_workers=roles.count("prefill"),
+            decode_workers=roles.count("decode"),
+        )
 
     def ready(self, revision: Revision, role: str, now: float) -> list[WorkerInfo]:
         """Workers that take new requests, those on the down list included."""
@@ -279,7 +313,11 @@ class Fleet:
 def _revision(worker: WorkerInfo) -> Revision | None:
     if worker.role not in ROLES or worker.identity is None or worker.layout is None:
         return None
-    return Revision(worker.identity.model, worker.identity.fingerprint, worker.layout)
+    return Revision(worker.identity.model, worker.identity.fingerprint, worker.layout, worker.identity.tokenizer_digest)
+
+
+def _needed(mode: Mode) -> set[str]:
+    return {"decode"} if mode is Mode.COLOCATED else {"prefill", "decode"}
 
 
 def _context_tokens(worker: WorkerInfo) -> int:

@@ -87,14 +87,14 @@ class Tokenizers:
         self._loaded: OrderedDict[str, ModelTokenizer] = OrderedDict()
         self._fetching: dict[str, asyncio.Lock] = {}
 
-    async def encode(self, prompt: Prompt, revision: Revision, digest: str, sources: Sequence[WorkerInfo], salt: str) -> EncodedPrompt:
+    async def encode(self, prompt: Prompt, revision: Revision, sources: Sequence[WorkerInfo], salt: str) -> EncodedPrompt:
         """Ids and block hashes. Raises `EmptyPromptError`, `InvalidChatError`, or why the tokenizer could not be had."""
         match prompt:
             case TextPrompt(text):
-                tokenizer = await self.get(digest, sources)
+                tokenizer = await self.get(revision.tokenizer_digest, sources)
                 return await run_off_loop(lambda: _hashed(tokenizer.encode_text(text), revision, salt))
             case ChatPrompt(messages):
-                tokenizer = await self.get(digest, sources)
+                tokenizer = await self.get(revision.tokenizer_digest, sources)
                 return await run_off_loop(lambda: _hashed(tokenizer.encode_chat(messages), revision, salt))
             case TokenPrompt(ids):
                 return await run_off_loop(_hashed, ids, revision, salt)

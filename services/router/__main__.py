@@ -1,0 +1,115 @@
+"""`python -m services.router`: one router, until SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import sys
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+
+from kvrelay.errors import KvRelayError
+from kvrelay.inference.v1 import router_service_pb2_grpc
+from services.router.admission import Admission, AdmissionLimits
+from services.router.feed import FleetFollower
+from services.router.fleet import Fleet, FleetTimes
+from services.router.live_request import Patience
+from services.router.orchestrator import Orchestrator
+from services.router.placement import Mode, Policy
+from services.router.service import SERVICE_NAME, RouterServicer
+from services.router.settings import RouterSettings
+from services.router.tokenization import Tokenizers
+from services.runtime.adapters import GrpcWorkers
+from services.runtime.channels import ChannelPool
+from services.runtime.clock import SystemClock
+from services.runtime.config import load_settings
+from services.runtime.logging_setup import setup_logging
+from services.runtime.process import announce_ready, exit_with_parent, run_until_stopped
+from services.runtime.registry_feed import RedisFleetFeed
+from services.runtime.server import ServiceServer
+from services.runtime.telemetry import Telemetry
+
+PROG = "python -m services.router"
+
+
+class _Over(Exception):
+    """Ends a task group whose tasks run until cancelled."""
+
+
+async def serve(settings: RouterSettings) -> None:
+    """Serves until a signal. Raises `ConfigError` when it cannot listen."""
+    router_id = settings.worker_id or f"router-{secrets.token_hex(4)}"
+    clock, mode = SystemClock(), Mode(settings.mode)
+    async with AsyncExitStack() as stack:
+        telemetry = Telemetry.start("kvrelay-router", router_id, settings.otlp_endpoint, os.environ)
+        stack.push_async_callback(telemetry.shutdown)
+        channels = ChannelPool(telemetry)
+        stack.push_async_callback(channels.close)
+        workers = GrpcWorkers(channels)
+        fleet = Fleet(FleetTimes(down_s=settings.worker_down_s, rejoin_grace_s=settings.rejoin_grace_s))
+        admission = Admission(AdmissionLimits(settings.max_in_flight, settings.max_waiting, settings.max_wait_s), clock)
+        orchestrator = Orchestrator(
+            fleet=fleet,
+            workers=workers,
+            tokenizers=Tokenizers(workers, fetch_timeout_s=settings.tokenizer_timeout_s),
+            admission=admission,
+            policy=Policy(mode, settings.split_threshold_tokens, settings.prefill_backlog_limit_tokens),
+            clock=clock,
+            telemetry=telemetry,
+            patience=Patience(max_tries=settings.max_tries, accept_timeout_s=settings.accept_timeout_s),
+        )
+        server = ServiceServer(
+            "kvrelay-router",
+            telemetry,
+            settings.host,
+            settings.port,
+            settings.max_message_bytes,
+            settings.default_timeout_s,
+            settings.drain_grace_s,
+        )
+        servicer = RouterServicer(orchestrator, fleet, admission, mode, clock, max_timeout_s=settings.default_timeout_s)
+        server.add(router_service_pb2_grpc.add_RouterServiceServicer_to_server, servicer, SERVICE_NAME)
+        await server.start()
+        feed = RedisFleetFeed(settings.redis_url, settings.namespace)
+        follower = FleetFollower(fleet, feed, clock, mode, server.set_serving, SERVICE_NAME)
+        follower.tell_health()
+
+        async def turn_away() -> None:
+            admission.drain()
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(follower.run(), name="fleet feed")
+                tasks.create_task(follower.watch(), name="health")
+                announce_ready("router", f"{settings.advertise or settings.host}:{server.port}", router_id)
+                await run_until_stopped(server, before_drain=turn_away)
+                raise _Over
+        except* _Over:
+            pass
+
+
+def main() -> None:
+    """Reads flags and environment, serves until a signal; exits 0 after a drain, 1 with one line for an error with a name."""
+    settings = load_settings(RouterSettings, sys.argv[1:], os.environ, PROG)
+    if settings.exit_with_parent:
+        exit_with_parent()
+    setup_logging(settings.log_level)
+    try:
+        asyncio.run(serve(settings), debug=settings.debug)
+    except* KvRelayError as group:
+        for leaf in _leaves(group):
+            sys.stderr.write(f"{PROG}: {leaf}\n")
+        raise SystemExit(1) from None
+
+
+def _leaves(group: BaseExceptionGroup[KvRelayError]) -> Iterator[KvRelayError]:
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from _leaves(error)
+        else:
+            yield error
+
+
+if __name__ == "__main__":
+    main()

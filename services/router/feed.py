@@ -1,0 +1,48 @@
+"""Keeps the fleet view fed and health told of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from services.router.fleet import Fleet
+from services.router.placement import Mode
+from services.runtime.clock import Clock
+from services.runtime.ports import FleetFeedPort
+
+SetServing = Callable[[str, bool], None]
+
+
+class FleetFollower:
+    """Applies every event of a feed; `run` and `watch` end only by cancellation."""
+
+    def __init__(self, fleet: Fleet, feed: FleetFeedPort, clock: Clock, mode: Mode, set_serving: SetServing, service_name: str) -> None:
+        self._fleet = fleet
+        self._feed = feed
+        self._clock = clock
+        self._mode = mode
+        self._set_serving = set_serving
+        self._names = ("", service_name)
+        self._told: dict[str, bool] = {}
+
+    async def run(self) -> None:
+        async for event in self._feed.events():
+            self._fleet.apply(event, self._clock.monotonic())
+            self.tell_health()
+
+    async def watch(self, interval_s: float = 1.0) -> None:
+        """What changes by time alone: workers that a registry has lost and that did not come back."""
+        while True:
+            await asyncio.sleep(interval_s)
+            self.tell_health()
+
+    def tell_health(self) -> None:
+        """The process serves once the fleet is known; each model ('model:<name>') while something can decode it."""
+        now = self._clock.monotonic()
+        health = dict.fromkeys(self._names, self._fleet.has_snapshot)
+        health |= {name: False for name in self._told if name.startswith("model:")}
+        health |= {f"model:{name}": self._fleet.model_state(name, self._mode, now).decode_workers > 0 for name in self._fleet.models(now)}
+        for name, serving in health.items():
+            if self._told.get(name) is not serving:
+                self._set_serving(name, serving)
+        self._told = health
