@@ -18,11 +18,9 @@ class RouterSettings:
     namespace: str = setting("kvrelay", "prefix of every key in Redis")
     worker_id: str = setting("", "name of this router in traces; empty: a random one")
     mode: str = setting("hybrid", "where a request's two phases run", choices=("hybrid", "split", "colocated"))
-    split_threshold_tokens: int = setting(
-        256, "uncached prompt tokens from which a request is split (mode hybrid)", unit="tokens", minimum=0
-    )
+    split_threshold_tokens: int = setting(256, "uncached prompt tokens from which on a request is split (hybrid)", unit="tokens", minimum=0)
     prefill_backlog_limit_tokens: int = setting(
-        16384, "with more tokens than this waiting on the best prefill worker, requests stay local (mode hybrid)", unit="tokens", minimum=0
+        16384, "with more tokens than this waiting for prefill, requests stay local (hybrid)", unit="tokens", minimum=0
     )
     max_in_flight: int = setting(256, "requests served at once", unit="requests", minimum=1)
     max_waiting: int = setting(512, "requests that may wait for a place; more are refused with a retry hint", unit="requests", minimum=0)
