@@ -151,6 +151,10 @@ def _channel_options(target: str, max_message_bytes: int) -> list[tuple[str, int
         # A router that comes back is found within a second, not after minutes of backoff.
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 1000),
+        # A host that vanished without a word is noticed by pings, while calls are open.
+        ("grpc.keepalive_time_ms", 30_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.http2.max_pings_without_data", 0),
         # Clients do not inherit one another's broken connections.
         ("grpc.use_local_subchannel_pool", 1),
     ]

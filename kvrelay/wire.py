@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import fields
 
 from google.protobuf.duration_pb2 import Duration
 
@@ -16,7 +17,10 @@ from kvrelay.handle import HandleState, KvHandle, KvLayout, KvSegment, Lease, Lo
 from kvrelay.hashing import HASH_BYTES
 from kvrelay.inference.v1 import generation_pb2, router_service_pb2
 from kvrelay.kv.v1 import handle_pb2
-from kvrelay.status import error_from_rpc, error_from_status, error_to_status, names_kvrelay_reason
+from kvrelay.status import error_from_rpc as error_from_rpc
+from kvrelay.status import error_from_status as error_from_status
+from kvrelay.status import error_to_status as error_to_status
+from kvrelay.status import names_kvrelay_reason as names_kvrelay_reason
 from kvrelay.values import (
     ChatMessage,
     Completion,
@@ -30,49 +34,6 @@ from kvrelay.values import (
     Usage,
     WorkerMarks,
 )
-
-__all__ = [
-    "HANDLE_NAME",
-    "chat_from_proto",
-    "chat_to_proto",
-    "completion_from_proto",
-    "completion_to_proto",
-    "duration_from_proto",
-    "duration_to_proto",
-    "error_from_rpc",
-    "error_from_status",
-    "error_to_status",
-    "finish_reason_from_proto",
-    "finish_reason_to_proto",
-    "handle_from_proto",
-    "handle_to_proto",
-    "identity_from_proto",
-    "identity_to_proto",
-    "layout_from_proto",
-    "layout_to_proto",
-    "lease_from_proto",
-    "lease_to_proto",
-    "location_from_proto",
-    "location_to_proto",
-    "marks_from_proto",
-    "marks_to_proto",
-    "names_kvrelay_reason",
-    "required_finish_reason_from_proto",
-    "sampling_from_proto",
-    "sampling_to_proto",
-    "segment_from_proto",
-    "segment_to_proto",
-    "stop_from_proto",
-    "stop_to_proto",
-    "timings_from_proto",
-    "timings_to_proto",
-    "token_from_proto",
-    "token_to_proto",
-    "transfer_stats_from_proto",
-    "transfer_stats_to_proto",
-    "usage_from_proto",
-    "usage_to_proto",
-]
 
 HANDLE_NAME = re.compile(r"kvHandles/[0-9a-f]{32}")
 
@@ -90,6 +51,11 @@ _SERVING_PATHS = {
     "split": router_service_pb2.SERVING_PATH_SPLIT,
     "fallback": router_service_pb2.SERVING_PATH_FALLBACK,
 }
+
+# Values whose fields have the messages' names; a test holds that no field is forgotten on either side.
+_LAYOUT_FIELDS = tuple(f.name for f in fields(KvLayout))
+_MARKS = tuple(f.name for f in fields(WorkerMarks))
+_TIMINGS = tuple(f.name.removesuffix("_s") for f in fields(Timings))
 
 
 def duration_to_proto(seconds: float) -> Duration:
@@ -143,29 +109,11 @@ def identity_from_proto(message: handle_pb2.ModelIdentity) -> ModelIdentity:
 
 
 def layout_to_proto(value: KvLayout) -> handle_pb2.KvLayout:
-    return handle_pb2.KvLayout(
-        layers=value.layers,
-        kv_heads=value.kv_heads,
-        head_dim=value.head_dim,
-        block_size=value.block_size,
-        dtype=value.dtype,
-        axis_order=value.axis_order,
-        tp_rank=value.tp_rank,
-        tp_size=value.tp_size,
-    )
+    return handle_pb2.KvLayout(**{name: getattr(value, name) for name in _LAYOUT_FIELDS})
 
 
 def layout_from_proto(message: handle_pb2.KvLayout) -> KvLayout:
-    return KvLayout(
-        layers=message.layers,
-        kv_heads=message.kv_heads,
-        head_dim=message.head_dim,
-        block_size=message.block_size,
-        dtype=message.dtype,
-        axis_order=message.axis_order,
-        tp_rank=message.tp_rank,
-        tp_size=message.tp_size,
-    )
+    return KvLayout(**{name: getattr(message, name) for name in _LAYOUT_FIELDS})
 
 
 def lease_to_proto(value: Lease) -> handle_pb2.Lease:
@@ -374,31 +322,11 @@ def usage_from_proto(message: generation_pb2.Usage) -> Usage:
 
 
 def timings_to_proto(value: Timings) -> generation_pb2.Timings:
-    return generation_pb2.Timings(
-        admission=duration_to_proto(value.admission_s),
-        route=duration_to_proto(value.route_s),
-        prefill_queue=duration_to_proto(value.prefill_queue_s),
-        prefill=duration_to_proto(value.prefill_s),
-        exposed_transfer=duration_to_proto(value.exposed_transfer_s),
-        decode_queue=duration_to_proto(value.decode_queue_s),
-        decode=duration_to_proto(value.decode_s),
-        total=duration_to_proto(value.total_s),
-        ttft=duration_to_proto(value.ttft_s),
-    )
+    return generation_pb2.Timings(**{name: duration_to_proto(getattr(value, f"{name}_s")) for name in _TIMINGS})
 
 
 def timings_from_proto(message: generation_pb2.Timings) -> Timings:
-    return Timings(
-        admission_s=duration_from_proto(message.admission),
-        route_s=duration_from_proto(message.route),
-        prefill_queue_s=duration_from_proto(message.prefill_queue),
-        prefill_s=duration_from_proto(message.prefill),
-        exposed_transfer_s=duration_from_proto(message.exposed_transfer),
-        decode_queue_s=duration_from_proto(message.decode_queue),
-        decode_s=duration_from_proto(message.decode),
-        total_s=duration_from_proto(message.total),
-        ttft_s=duration_from_proto(message.ttft),
-    )
+    return Timings(**{f"{name}_s": duration_from_proto(getattr(message, name)) for name in _TIMINGS})
 
 
 def transfer_stats_to_proto(value: TransferStats) -> generation_pb2.TransferStats:
@@ -426,27 +354,11 @@ def transfer_stats_from_proto(message: generation_pb2.TransferStats) -> Transfer
 
 
 def marks_to_proto(value: WorkerMarks) -> generation_pb2.WorkerMarks:
-    return generation_pb2.WorkerMarks(
-        received_unix_nanos=value.received,
-        admitted_unix_nanos=value.admitted,
-        prefill_start_unix_nanos=value.prefill_start,
-        prefill_end_unix_nanos=value.prefill_end,
-        kv_ready_unix_nanos=value.kv_ready,
-        decode_start_unix_nanos=value.decode_start,
-        end_unix_nanos=value.end,
-    )
+    return generation_pb2.WorkerMarks(**{f"{name}_unix_nanos": getattr(value, name) for name in _MARKS})
 
 
 def marks_from_proto(message: generation_pb2.WorkerMarks) -> WorkerMarks:
-    return WorkerMarks(
-        received=message.received_unix_nanos,
-        admitted=message.admitted_unix_nanos,
-        prefill_start=message.prefill_start_unix_nanos,
-        prefill_end=message.prefill_end_unix_nanos,
-        kv_ready=message.kv_ready_unix_nanos,
-        decode_start=message.decode_start_unix_nanos,
-        end=message.end_unix_nanos,
-    )
+    return WorkerMarks(**{name: getattr(message, f"{name}_unix_nanos") for name in _MARKS})
 
 
 def completion_to_proto(value: Completion, *, decision: str = "") -> router_service_pb2.GenerateDone:
