@@ -126,7 +126,7 @@ class Asker:
         spans = await self._receiver.wait_for_trace(completion.trace_id, waterfall.is_complete, TRACE_TIMEOUT_S)
         drawn = waterfall.build(spans)
         wrong = waterfall.disagreements(drawn, completion.timings)
-        self._say(waterfall.render(drawn, itl_s=stream.itl_s, disagreements=wrong, width=self._settings.width))
+        self._say(waterfall.render(drawn, disagreements=wrong, width=self._settings.width))
         if wrong:
             raise StartError("the phases of a request do not add up: " + "; ".join(wrong))
 

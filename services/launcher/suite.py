@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import kvrelay
-from kvrelay.errors import DeadlineExceededError, UnavailableError
+from kvrelay.errors import DeadlineExceededError, KvRelayError, UnavailableError
 from services.launcher.child import child_environ, describe_exit
 from services.launcher.errors import StartError
 from services.launcher.plan import router_processes, store_processes, worker_processes
@@ -61,7 +61,7 @@ async def running_suite(settings: SuiteSettings, environ: Mapping[str, str], rep
             threads=settings.threads,
             report=report,
         ) as supervisor:
-            if redis is not None:
+            if redis is not None and settings.max_restarts > 0:
                 supervisor.keep_up(_keep_redis(redis, report), "redis")
             stores = await supervisor.start(store_processes(settings, redis_url))
             store_address = stores[0].address if stores else ""
@@ -137,11 +137,11 @@ async def _keep_redis(redis: EmbeddedRedis, report: Callable[[str], None]) -> No
     """Starts the embedded Redis again, on its port and empty, when it dies: workers register anew."""
     while True:
         await asyncio.sleep(REDIS_CHECK_S)
-        if not redis.alive:
+        if redis.died:
             report("the embedded Redis died; starting it again")
             try:
                 redis.restart()
-            except (OSError, StartError) as error:
+            except (OSError, KvRelayError) as error:
                 report(f"the embedded Redis did not come back: {error}")
 
 
@@ -150,7 +150,7 @@ def _redis(url: str) -> Iterator[tuple[EmbeddedRedis | None, str]]:
     if url:
         yield None, url
         return
-    with EmbeddedRedis() as redis:
+    with EmbeddedRedis(die_with_parent=True) as redis:
         yield redis, redis.url
 
 

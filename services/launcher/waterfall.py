@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -59,6 +58,10 @@ class Waterfall:
     path: str = ""
     decision: str = ""
     ttft_ms: float = 0.0
+    """Receipt to first token sent, by the router."""
+    itl_mean_ms: float | None = None
+    """Gaps between tokens as the router sent them; None with fewer than two tokens."""
+    itl_p99_ms: float | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
@@ -110,7 +113,9 @@ def build(spans: Sequence[SpanLike]) -> Waterfall:
         transfer_attributes=transfer.attributes if transfer is not None else {},
         path=str(root.attributes.get(names.PATH, "")),
         decision=str(root.attributes.get(names.DECISION, "")),
-        ttft_ms=_ttft_ms(root),
+        ttft_ms=_ms(root, names.TTFT_S) or 0.0,
+        itl_mean_ms=_ms(root, names.ITL_MEAN_S),
+        itl_p99_ms=_ms(root, names.ITL_P99_S),
         prompt_tokens=int(root.attributes.get(names.GEN_AI_USAGE_INPUT_TOKENS, 0)),
         cached_tokens=int(root.attributes.get(names.GEN_AI_USAGE_CACHED_TOKENS, 0)),
         completion_tokens=int(root.attributes.get(names.GEN_AI_USAGE_OUTPUT_TOKENS, 0)),
@@ -136,12 +141,12 @@ def disagreements(waterfall: Waterfall, timings: Timings) -> list[str]:
     return found
 
 
-def render(waterfall: Waterfall, *, itl_s: Sequence[float], disagreements: Sequence[str], width: int = 100) -> str:
-    """Bars with milliseconds, then the hand-over and the rates. `itl_s`: gaps between tokens as the client saw them."""
-    return "\n".join(_lines(waterfall, itl_s, disagreements, max(24, width - 58)))
+def render(waterfall: Waterfall, *, disagreements: Sequence[str], width: int = 100) -> str:
+    """Bars with milliseconds, then the hand-over and the rates."""
+    return "\n".join(_lines(waterfall, disagreements, max(24, width - 58)))
 
 
-def _lines(waterfall: Waterfall, itl_s: Sequence[float], disagreements: Sequence[str], columns: int) -> Iterator[str]:
+def _lines(waterfall: Waterfall, disagreements: Sequence[str], columns: int) -> Iterator[str]:
     tokens = f"{waterfall.prompt_tokens:,} prompt tokens ({waterfall.cached_tokens:,} cached), {waterfall.completion_tokens:,} generated"
     yield f"  path: {waterfall.path or '?'} ({waterfall.decision or 'no reason given'}); {tokens}"
     for bar in waterfall.phases:
@@ -153,8 +158,8 @@ def _lines(waterfall: Waterfall, itl_s: Sequence[float], disagreements: Sequence
     if waterfall.transfer is not None:
         yield "  " + _hand_over(waterfall)
     rates = [f"TTFT {waterfall.ttft_ms:,.1f} ms"]
-    if itl_s:
-        rates.append(f"ITL mean {1e3 * sum(itl_s) / len(itl_s):,.1f} ms, p99 {1e3 * percentile(itl_s, 0.99):,.1f} ms")
+    if waterfall.itl_mean_ms is not None and waterfall.itl_p99_ms is not None:
+        rates.append(f"ITL mean {waterfall.itl_mean_ms:,.1f} ms, p99 {waterfall.itl_p99_ms:,.1f} ms")
     yield "  " + "; ".join(rates)
 
 
@@ -178,16 +183,8 @@ def _hand_over(waterfall: Waterfall) -> str:
     )
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least `share` of `values` do not exceed."""
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
-
-
-def _ttft_ms(root: SpanLike) -> float:
-    if names.TTFT_S in root.attributes:
-        return float(root.attributes[names.TTFT_S]) * 1e3
-    return 0.0
+def _ms(root: SpanLike, name: str) -> float | None:
+    return float(root.attributes[name]) * 1e3 if name in root.attributes else None
 
 
 def _of(spans: Sequence[SpanLike], name: str) -> list[SpanLike]:

@@ -1,0 +1,190 @@
+"""`python -m services` as a person runs it: real processes, real signals, a tiny model."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+import kvrelay
+from services.launcher.child import ROOT, child_environ
+
+SMALL = ("--port=0", "--dtype=float32", "--kv-cache-mib=8", "--store-mib=16", "--no-pin", "--start-timeout-s=90")
+START_S, STOP_S = 100, 40
+
+
+class Launched:
+    """A launcher under test: its output so far, and every process below it."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+        self.lines: list[str] = []
+
+    async def says(self, pattern: str, timeout_s: float = START_S) -> re.Match[str]:
+        """Reads on until a line matches."""
+        assert self.process.stdout is not None
+        async with asyncio.timeout(timeout_s):
+            while line := await self.process.stdout.readline():
+                self.lines.append(line.decode())
+                if found := re.search(pattern, line.decode()):
+                    return found
+        errors = await self.process.stderr.read() if self.process.stderr is not None else b""
+        pytest.fail(f"the launcher ended without saying {pattern!r}: {self.lines} {errors.decode()}")
+
+    async def ended(self) -> tuple[int, str]:
+        """Exit code and what it wrote to stderr."""
+        async with asyncio.timeout(STOP_S):
+            output, errors = await self.process.communicate()
+        self.lines += output.decode().splitlines()
+        return self.process.returncode or 0, errors.decode()
+
+
+@asynccontextmanager
+async def launched(*args: str) -> AsyncIterator[Launched]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "services", *args, cwd=ROOT, env=child_environ(os.environ), start_new_session=True,
+        stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        yield Launched(process)
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+def descendants(pid: int) -> set[int]:
+    """Every process below `pid`."""
+    found: set[int] = set()
+    for listing in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, listing.read_text().split()):
+            found |= {child, *descendants(child)}
+    return found
+
+
+def running(pids: set[int], module: str) -> int:
+    """The process of `pids` that runs `module`."""
+    return next(pid for pid in pids if module.encode() in Path(f"/proc/{pid}/cmdline").read_bytes())
+
+
+def alive(pids: set[int]) -> Iterator[int]:
+    for pid in pids:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                yield pid
+        except OSError:
+            continue
+
+
+async def all_gone(pids: set[int], timeout_s: float) -> None:
+    async with asyncio.timeout(timeout_s):
+        while any(alive(pids)):  # noqa: ASYNC110 - other processes change it
+            await asyncio.sleep(0.05)
+
+
+async def ask(address: str, max_tokens: int = 4) -> int:
+    async with kvrelay.AsyncClient(address) as client:
+        return len([token async for token in client.generate(token_ids=list(range(5, 305)), max_tokens=max_tokens, ignore_eos=True)])
+
+
+async def test_it_serves_mends_itself_and_drains_at_ctrl_c(tiny_model: Path) -> None:
+    async with launched(f"--model={tiny_model}", *SMALL) as launcher:
+        address = (await launcher.says(r"kvrelay serves \S+ at (\S+) ")).group(1)
+        assert await ask(address) == 4
+        pids = descendants(launcher.process.pid)
+        os.kill(running(pids, "services.decode"), signal.SIGKILL)
+        await launcher.says("decode-0 was killed by SIGKILL; starting it again")
+        await launcher.says("decode-0 is back at")
+        assert await ask(address) == 4
+        pids |= descendants(launcher.process.pid)
+        launcher.process.send_signal(signal.SIGINT)
+        code, errors = await launcher.ended()
+        assert (code, errors) == (0, "")
+        assert launcher.lines[-1] == "stopped"
+        assert not list(alive(pids))
+
+
+async def test_a_second_ctrl_c_stops_at_once(tiny_model: Path) -> None:
+    async with launched(f"--model={tiny_model}", "--prefill=0", "--no-store", "--drain-grace-s=60", *SMALL) as launcher:
+        address = (await launcher.says(r"kvrelay serves \S+ at (\S+) ")).group(1)
+        pids = descendants(launcher.process.pid)
+        async with (
+            kvrelay.AsyncClient(address, retry=None) as client,
+            client.generate("on and on", max_tokens=400, ignore_eos=True) as stream,
+        ):
+            await anext(stream)
+            launcher.process.send_signal(signal.SIGINT)
+            await launcher.says("stopping")
+            launcher.process.send_signal(signal.SIGINT)
+            code, errors = await launcher.ended()
+        assert code == 130
+        assert "stopped at once" in errors
+        assert not list(alive(pids))
+
+
+async def test_nothing_outlives_a_launcher_that_is_killed(tiny_model: Path) -> None:
+    async with launched(f"--model={tiny_model}", "--drain-grace-s=1", *SMALL) as launcher:
+        await launcher.says("kvrelay serves")
+        pids = descendants(launcher.process.pid)
+        assert len(pids) >= 5
+        launcher.process.kill()
+        await launcher.process.wait()
+        await all_gone(pids, 30)
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "message"),
+    [
+        (("--model=/no/such/folder",), 1, "/no/such/folder"),
+        (("--prefill=-1",), 2, "--prefill (processes) must be 0 or more"),
+        (("--mode=sideways",), 2, "--mode must be one of hybrid, split, colocated"),
+        (("--mode=split", "--prefill=0"), 1, "--mode split needs --prefill"),
+        (("--no-such-option",), 2, "unrecognized arguments: --no-such-option"),
+    ],
+)
+async def test_what_cannot_be_started_is_said_in_one_line(args: tuple[str, ...], code: int, message: str) -> None:
+    async with launched(*args) as launcher:
+        ended, errors = await launcher.ended()
+    assert ended == code
+    assert message in errors
+    assert len(errors.strip().splitlines()) == 1
+
+
+async def test_a_taken_port_is_said_in_one_line(tiny_model: Path) -> None:
+    async with await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        async with launched(f"--model={tiny_model}", *SMALL, f"--port={port}") as launcher:
+            ended, errors = await launcher.ended()
+    assert ended == 1
+    assert f"cannot listen on 127.0.0.1:{port}" in errors
+    assert len(errors.strip().splitlines()) == 1
+
+
+async def test_a_model_that_does_not_load_is_an_error_with_its_log(tmp_path: Path) -> None:
+    async with launched(f"--model={tmp_path}", *SMALL) as launcher:
+        ended, errors = await launcher.ended()
+    assert ended == 1
+    assert "before it was ready" in errors
+    assert "config.json" in errors
+
+
+async def test_help_names_every_setting_with_unit_and_default() -> None:
+    async with launched("--help") as launcher:
+        code, _ = await launcher.ended()
+    text = " ".join(" ".join(launcher.lines).split())
+    assert code == 0
+    for expected in (
+        "--prefill",
+        "--decode",
+        "--store",
+        "--mode",
+        "KV cache of each worker [MiB; 1 or more; default: 256; KVRELAY_KV_CACHE_MIB]",
+    ):
+        assert expected in text
