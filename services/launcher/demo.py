@@ -123,7 +123,10 @@ class Asker:
     async def _draw(self, stream: kvrelay.GenerationStream) -> None:
         completion = stream.completion
         assert completion is not None
-        spans = await self._receiver.wait_for_trace(completion.trace_id, waterfall.is_complete, TRACE_TIMEOUT_S)
+        try:
+            spans = await self._receiver.wait_for_trace(completion.trace_id, waterfall.is_complete, TRACE_TIMEOUT_S)
+        except TimeoutError as error:
+            raise StartError(str(error)) from None
         drawn = waterfall.build(spans)
         wrong = waterfall.disagreements(drawn, completion.timings)
         self._say(waterfall.render(drawn, disagreements=wrong, width=self._settings.width))

@@ -79,6 +79,7 @@ def router_processes(settings: SuiteSettings, redis_url: str) -> list[ProcessSpe
         **_shared(settings, redis_url),
         host=settings.host,
         port=settings.port,
+        worker_id="router-0",
         mode=settings.mode,
         split_threshold_tokens=settings.split_threshold_tokens,
     )

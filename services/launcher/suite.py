@@ -10,7 +10,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import kvrelay
@@ -23,6 +23,7 @@ from services.launcher.supervisor import RestartPolicy, Supervisor, check_port_f
 from services.runtime.embedded_redis import EmbeddedRedis
 
 REDIS_CHECK_S = 1.0
+OWN_VARIABLES = frozenset(f"KVRELAY_{field.name.upper()}" for field in fields(SuiteSettings))
 CONNECT_HOSTS = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}
 
 
@@ -48,6 +49,8 @@ async def running_suite(settings: SuiteSettings, environ: Mapping[str, str], rep
     A clean leave drains; an exception inside kills at once. Raises `ConfigError` or `StartError`.
     """
     settings.validate()
+    # What this process was told by environment it tells the services by flags; the same variable may mean something else to them.
+    environ = {name: value for name, value in environ.items() if name not in OWN_VARIABLES}
     check_port_free(settings.host, settings.port)
     settings = await resolve_model(settings, environ, report)
     with _log_folder(settings.log_dir) as log_dir, _redis(settings.redis_url) as (redis, redis_url):
