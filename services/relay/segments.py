@@ -9,7 +9,8 @@ from kvrelay.handle import KvSegment
 from services.relay.transfer import MAX_SEGMENT_BYTES, SegmentChunk, SegmentEvent, SegmentStart
 
 _SMALLEST_CHUNK_BYTES = 4096
-"""Chunks of one segment may not be smaller than this on average: a bound on objects, not only on bytes."""
+_SPARE_CHUNKS = 16
+"""Chunks of one segment may not be smaller than this on average, but for a few: a bound on objects, not only on bytes."""
 
 
 def _broken(text: str) -> KvTransferError:
@@ -45,7 +46,7 @@ class SegmentBuffer:
             raise _broken("an empty chunk")
         if self._size + len(chunk.data) > self.segment.size_bytes:
             raise _broken(f"a chunk of {len(chunk.data)} bytes at {chunk.offset} of a segment of {self.segment.size_bytes}")
-        if len(self.chunks) > self.segment.size_bytes // _SMALLEST_CHUNK_BYTES:
+        if len(self.chunks) > _SPARE_CHUNKS + self.segment.size_bytes // _SMALLEST_CHUNK_BYTES:
             raise _broken("too many small chunks")
         self.chunks.append(chunk.data)
         self._size += len(chunk.data)
