@@ -62,14 +62,16 @@ def round_up(value: int, multiple: int) -> int:
 def rules_for(dtype: torch.dtype, device: torch.device) -> Rules:
     """The rules for this process's CPU, or the plain ones (no promise of equal bits) for another device.
 
-    `ValueError` for a dtype outside `SUPPORTED_DTYPES`. Packed linears need a torch built with oneDNN, as all official ones are.
+    `ValueError` for a dtype outside `SUPPORTED_DTYPES`.
     """
     if dtype not in SUPPORTED_DTYPES:
         raise ValueError(f"unsupported dtype {dtype}; supported: bfloat16, float32")
     if device.type != "cpu":
         return Rules(linear_rows=1, query_rows=1, key_tails=_WHOLE_PAGES, pack_linear=False, widen_linear=False)
+    pack: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    rows = 2 if pack else 16
     if torch.backends.cpu.get_cpu_capability() == "AVX2":
-        return Rules(linear_rows=2, query_rows=4, key_tails=_AVX2_TAILS, pack_linear=True, widen_linear=dtype == torch.bfloat16)
-    if dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return Rules(linear_rows=2, query_rows=1, key_tails=_WHOLE_PAGES, pack_linear=True, widen_linear=False)
-    return Rules(linear_rows=2, query_rows=16, key_tails=(KEY_BLOCK,), pack_linear=True, widen_linear=dtype == torch.bfloat16)
+        return Rules(linear_rows=rows, query_rows=4, key_tails=_AVX2_TAILS, pack_linear=pack, widen_linear=dtype == torch.bfloat16)
+    if dtype == torch.bfloat16 and pack and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return Rules(linear_rows=rows, query_rows=1, key_tails=_WHOLE_PAGES, pack_linear=True, widen_linear=False)
+    return Rules(linear_rows=rows, query_rows=16, key_tails=(KEY_BLOCK,), pack_linear=pack, widen_linear=dtype == torch.bfloat16)

@@ -107,10 +107,11 @@ def _within(ids: npt.NDArray[np.int64], size: int) -> npt.NDArray[np.int64]:
 
 
 def _draw(logits: _Floats, params: SamplingParams, number: float) -> int:
+    ids: npt.NDArray[np.intp] | None = None
+    if 0 < params.top_k < logits.shape[0]:
+        ids = np.flatnonzero(logits >= np.partition(logits, -params.top_k)[-params.top_k])
+        logits = logits[ids]
     scaled = logits.astype(np.float64) / params.temperature
-    if 0 < params.top_k < scaled.shape[0]:
-        kth = np.partition(scaled, -params.top_k)[-params.top_k]
-        scaled[scaled < kth] = -np.inf
     weights: _Doubles = np.exp(scaled - scaled.max())
     if params.top_p < 1.0:
         weights[weights < _nucleus_floor(weights, params.top_p)] = 0.0
@@ -118,7 +119,8 @@ def _draw(logits: _Floats, params: SamplingParams, number: float) -> int:
         weights[weights < params.min_p] = 0.0
     cumulative = np.cumsum(weights)
     chosen = int(np.searchsorted(cumulative, number * cumulative[-1], side="right"))
-    return min(chosen, int(np.flatnonzero(weights)[-1]))
+    chosen = min(chosen, int(np.flatnonzero(weights)[-1]))
+    return chosen if ids is None else int(ids[chosen])
 
 
 def _nucleus_floor(weights: _Doubles, top_p: float) -> float:
