@@ -22,7 +22,7 @@ from tests.tiny_models import write_tiny_model
 
 SETTLE_S = 3.0
 """How long a leftover may take to end by itself: closing channels, exiting children."""
-KEPT_THREADS = ("kvrelay-offloop", "asyncio_", "grpc", "pymp")
+KEPT_THREADS = ("off-loop", "asyncio_", "grpc", "pymp")
 """Pools that live as long as the process."""
 
 
