@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
 
-from kvrelay.errors import ConfigError, InternalError, InvalidRequestError, KvRelayError, OverloadedError, UnavailableError
+from kvrelay.errors import ConfigError, InternalError, KvRelayError, OverloadedError, UnavailableError
 from kvrelay.handle import KvLayout, ModelIdentity
 from services.engine.api import Admitted, BlockChanges, EngineEvent, EngineLoad, EngineRequest, Failed, Finished
 from services.engine.block_manager import BlockChangeLog, BlockManager
@@ -27,6 +28,8 @@ from services.engine.runner import Add, Release, Resume, Runner, RunnerOptions, 
 from services.engine.scheduler import RETRY_AFTER_S, SchedulerLimits
 from services.engine.validation import RequestLimits
 
+BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+"""Tokens a page can hold."""
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -69,8 +72,10 @@ class Engine:
         self._settings = settings
         self._runner = Runner(self._build, self._deliver, RunnerOptions(cpu=settings.cpu, debug=settings.debug))
         self._streams: dict[str, _Stream] = {}
+        """Open streams by key."""
         self._unadmitted: set[str] = set()
-        self._releasing: set[str] = set()
+        """Keys of requests that wait for pages, or whose release the thread has not seen yet."""
+        self._keys = itertools.count()
         self._posted = self._handled = 0
         self._idle = True
         self._idle_waiters: list[asyncio.Future[None]] = []
@@ -140,7 +145,10 @@ class Engine:
 
     @asynccontextmanager
     async def open(self, request: EngineRequest) -> AsyncIterator[_Stream]:
-        """See `EnginePort.open`; raises `UnavailableError` once the engine has stopped."""
+        """See `EnginePort.open`; raises `UnavailableError` once the engine has stopped.
+
+        A request may be tried again under its id while an earlier attempt is still being released.
+        """
         stream = self._submit(request)
         try:
             yield stream
@@ -177,27 +185,26 @@ class Engine:
     def _submit(self, request: EngineRequest) -> _Stream:
         if self._fatal is not None:
             raise self._fatal
-        if request.request_id in self._streams or request.request_id in self._releasing:
-            raise InvalidRequestError(f"request {request.request_id} is already here", field="request_id")
         self._limits.check(request)
         if len(self._unadmitted) >= self._settings.max_waiting:
             raise OverloadedError(
                 f"{len(self._unadmitted)} requests are waiting", retry_after_s=RETRY_AFTER_S, waiting=len(self._unadmitted)
             )
-        stream = _Stream(self, request)
-        self._streams[request.request_id] = stream
-        self._unadmitted.add(request.request_id)
-        self._post(Add(request, time.time_ns()))
+        # The thread may see a release later than the same request's next attempt here, so it tells attempts apart by a key.
+        key = f"{request.request_id}#{next(self._keys)}"
+        stream = _Stream(self, key, request)
+        self._streams[key] = stream
+        self._unadmitted.add(key)
+        self._post(Add(replace(request, request_id=key), time.time_ns()))
         return stream
 
-    def _resume(self, request_id: str, imported_tokens: int, first_token: int | None) -> None:
-        self._post(Resume(request_id, imported_tokens, first_token))
+    def _resume(self, key: str, imported_tokens: int, first_token: int | None) -> None:
+        self._post(Resume(key, imported_tokens, first_token))
 
     def _release(self, stream: _Stream) -> None:
-        """Only posts: the pages are free when the thread has handled it. Until then the id stays taken."""
-        if self._streams.pop(stream.request_id, None) is not None:
-            self._releasing.add(stream.request_id)
-            self._post(Release(stream.request_id))
+        """Only posts: the pages are free when the thread has handled it."""
+        if self._streams.pop(stream.key, None) is not None:
+            self._post(Release(stream.key))
         stream.close()
 
     def _post(self, message: Add | Resume | Release) -> None:
@@ -210,15 +217,13 @@ class Engine:
         self._idle = report.idle
         self._load = report.load
         self._changes.add(report.changes)
-        for request_id, event in report.events:
+        for key, event in report.events:
             if isinstance(event, Admitted | Failed):
-                self._unadmitted.discard(request_id)
-            stream = self._streams.get(request_id)
+                self._unadmitted.discard(key)
+            stream = self._streams.get(key)
             if stream is not None:
                 stream.push(event)
-        for request_id in report.released:
-            self._releasing.discard(request_id)
-            self._unadmitted.discard(request_id)
+        self._unadmitted.difference_update(report.released)
         if report.fatal is not None:
             self._fail_all(report.fatal)
         if self._at_rest:
@@ -244,10 +249,16 @@ class Engine:
             raise ConfigError(f"dtype must be one of {', '.join(_DTYPES)}, got {settings.dtype!r}")
         if settings.kv_dtype not in ("auto", settings.dtype):
             raise ConfigError(f"kv_dtype must be 'auto' or the model's {settings.dtype!r}, got {settings.kv_dtype!r}")
+        if settings.block_size not in BLOCK_SIZES:
+            raise ConfigError(f"block_size must be one of {', '.join(map(str, BLOCK_SIZES))} tokens, got {settings.block_size}")
+        try:
+            device = torch.device(settings.device)
+        except RuntimeError as error:
+            raise ConfigError(f"device must be one that torch knows, got {settings.device!r}") from error
         scheduling = SchedulerLimits(settings.max_num_batched_tokens, settings.max_num_seqs, settings.max_waiting)
         torch.set_num_threads(settings.threads)
         dtype = _DTYPES[settings.dtype]
-        model = load_model(settings.model_path, dtype, settings.device)
+        model = load_model(settings.model_path, dtype, device)
         config = model.config
         files = read_tokenizer_files(settings.model_path)
         tokenizer = Tokenizer.from_str(files["tokenizer.json"].decode())
@@ -257,7 +268,7 @@ class Engine:
         num_pages = settings.num_pages or settings.kv_cache_bytes // self._layout.block_bytes
         if num_pages < 1:
             raise ConfigError(f"kv_cache_bytes {settings.kv_cache_bytes} is less than one page of {self._layout.block_bytes} bytes")
-        self._pool = KvPool(config, num_pages, settings.block_size, dtype, settings.device)
+        self._pool = KvPool(config, num_pages, settings.block_size, dtype, device)
         context = min(settings.max_context_tokens or config.max_positions, config.max_positions)
         self._limits = RequestLimits(config.vocab_size, context, num_pages * settings.block_size)
         self._tokenizer_files = files
@@ -269,8 +280,8 @@ class Engine:
 class _Stream:
     """Implements `EngineStream`. Its events are at most one a chunk and one a token, so they need no other bound."""
 
-    def __init__(self, engine: Engine, request: EngineRequest) -> None:
-        self.request_id = request.request_id
+    def __init__(self, engine: Engine, key: str, request: EngineRequest) -> None:
+        self.key = key
         self._engine = engine
         self._request = request
         self._events: deque[EngineEvent] = deque()
@@ -297,15 +308,15 @@ class _Stream:
         """See `EngineStream.resume`; `ValueError` unless the request is held and the arguments fit together. After a failure: nothing."""
         prompt = len(self._request.token_ids)
         if not 0 <= imported_tokens <= prompt or (first_token is not None and imported_tokens != prompt):
-            raise ValueError(f"cannot resume {self.request_id} with {imported_tokens} of {prompt} tokens and first token {first_token}")
+            raise ValueError(f"cannot resume {self.key} with {imported_tokens} of {prompt} tokens and first token {first_token}")
         if first_token is not None and self._request.prefill_only:
-            raise ValueError(f"{self.request_id} computes its prompt only: it cannot go on from a first token")
+            raise ValueError(f"{self.key} computes its prompt only: it cannot go on from a first token")
         if self._ended:
             return
         if not self._held:
-            raise ValueError(f"{self.request_id} is not held")
+            raise ValueError(f"{self.key} is not held")
         self._held = False
-        self._engine._resume(self.request_id, imported_tokens, first_token)
+        self._engine._resume(self.key, imported_tokens, first_token)
 
     def push(self, event: EngineEvent) -> None:
         """Delivers one event; nothing follows the last."""
