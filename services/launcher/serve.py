@@ -74,7 +74,7 @@ async def _serve(settings: SuiteSettings, environ: Mapping[str, str], say: Calla
     async with running_suite(settings, environ, say) as suite:
         signals.serving(suite)
         say(f"kvrelay serves {suite.model_name} at {suite.address} (mode {settings.mode}, Redis {suite.redis_url})")
-        say(f"logs: {suite.supervisor.log_dir}; try: kvrelay --address {suite.address} chat 'Why is the sky blue?'")
+        say(f"logs: {suite.supervisor.log_dir}; try: kvrelay generate --target {suite.address} --chat 'Why does the sea have tides?'")
         endings: list[asyncio.Future[Any]] = [signals.asked, suite.supervisor.failure]
         await asyncio.wait(endings, return_when=asyncio.FIRST_COMPLETED)
         if suite.supervisor.failure.done():

@@ -64,6 +64,11 @@ class EmbeddedRedis:
         """Whether the server's process runs (a paused one does)."""
         return self._process is not None and self._process.poll() is None
 
+    @property
+    def died(self) -> bool:
+        """Whether it ended without having been told to; `restart` brings it back."""
+        return self._process is not None and self._process.poll() is not None
+
     def start(self) -> EmbeddedRedis:
         """Returns once the server answers; `UnavailableError` if it does not in time."""
         assert self._process is None, "already running"
