@@ -23,8 +23,9 @@ from kvrelay.errors import (
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
 
 # Trailers share grpc's 8 KiB soft limit on metadata: a longer error would arrive as another error.
-_MAX_MESSAGE_CHARS = 400
-_MAX_FIELDS_CHARS = 2000
+_MAX_MESSAGE_BYTES = 400
+_MAX_FIELDS_BYTES = 2000
+_CUT = "…".encode()
 
 _CODE_NAMES = {
     "OK": 0, "CANCELLED": 1, "UNKNOWN": 2, "INVALID_ARGUMENT": 3, "DEADLINE_EXCEEDED": 4, "NOT_FOUND": 5, "ALREADY_EXISTS": 6,
@@ -33,23 +34,26 @@ _CODE_NAMES = {
 }  # fmt: skip
 
 
-def _sendable(text: str, limit: int) -> str:
+def _sendable(text: str, limit_bytes: int) -> str:
     """Text that protobuf and a trailer accept: no lone surrogates, not too long."""
-    text = text.encode("utf-8", "replace").decode("utf-8")
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+    raw = text.encode("utf-8", "replace")
+    if len(raw) > limit_bytes:
+        raw = raw[: max(0, limit_bytes - len(_CUT))] + _CUT
+    return raw.decode("utf-8", "ignore")
 
 
 def error_to_status(error: KvRelayError) -> status_pb2.Status:
     """ErrorInfo with reason and fields, RetryInfo for `retry_after_s`, BadRequest for a named request field."""
-    message = _sendable(error.message, _MAX_MESSAGE_CHARS)
+    message = _sendable(error.message, _MAX_MESSAGE_BYTES)
     status = status_pb2.Status(code=_CODE_NAMES[error.code], message=message)
     info = error_details_pb2.ErrorInfo(reason=error.reason, domain=ERROR_DOMAIN)
-    room = _MAX_FIELDS_CHARS
+    room = _MAX_FIELDS_BYTES
     for name, text in error.fields.items():
-        if room <= len(name):
+        value = _sendable(text, room - len(name.encode()))
+        room -= len(name.encode()) + len(value.encode())
+        if room < 0:
             break
-        info.metadata[name] = _sendable(text, room - len(name))
-        room -= len(name) + len(info.metadata[name])
+        info.metadata[name] = value
     status.details.add().Pack(info)
     if error.retry_after_s is not None:
         status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=_duration(error.retry_after_s)))
