@@ -1,0 +1,181 @@
+"""The workers' side of the registry in Redis: who is alive, with what load, holding which blocks.
+
+Keys (`registry_codec.Keys`) carry a namespace and expire by themselves. An older life of a worker can neither overwrite nor remove a
+newer one (`registry_scripts`). Nothing here is awaited by a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from kvrelay.errors import StaleIncarnationError, UnavailableError
+from services.runtime import registry_scripts as scripts
+from services.runtime.heartbeat import Heartbeat
+from services.runtime.ports import WorkerInfo
+from services.runtime.registry_codec import Keys, padded, worker_to_json
+
+__all__ = ["DEFAULT_NAMESPACE", "DEFAULT_TTL_S", "Heartbeat", "RedisRegistry", "Registration", "redis_client", "redis_errors"]
+
+DEFAULT_NAMESPACE = "kvrelay"
+DEFAULT_TTL_S = 6.0
+OPERATION_TIMEOUT_S = 1.5
+KEEP_FACTOR = 20
+"""Everything but a worker's entry lives this many times longer: fences, block holders, the stream."""
+MAX_EVENTS = 8_192
+BATCH_BLOCKS = 256
+"""Blocks an atomic write: a bound on how long the server is busy and on an event's size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """What the registry knew of a worker before this renewal."""
+
+    fresh: bool
+    """Its entry was not there, so neither may its blocks be: first registration, expiry, or a Redis that lost its data."""
+    replaced: int | None
+    """The incarnation of an earlier life that was still listed; its blocks are to be cleared."""
+
+
+def redis_client(url: str, *, socket_timeout_s: float, connect_timeout_s: float = 1.0) -> Redis:
+    """A client that answers or fails in bounded time and leaves retrying to its user."""
+    return Redis.from_url(
+        url,
+        # Said outright because the default protocol changed with redis-py 8, and replies with it.
+        protocol=2,
+        socket_timeout=socket_timeout_s,
+        socket_connect_timeout=connect_timeout_s,
+        retry=Retry(NoBackoff(), 0),
+        health_check_interval=0,
+    )
+
+
+@asynccontextmanager
+async def redis_errors(timeout_s: float) -> AsyncIterator[None]:
+    """Bounds what is inside; every way in which Redis fails becomes `UnavailableError`."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            yield
+    except (RedisError, OSError, TimeoutError) as error:
+        raise UnavailableError(f"Redis: {type(error).__name__}: {error}") from error
+
+
+class RedisRegistry:
+    """`RegistryPort` on Redis or Valkey. Every method ends within a few times `OPERATION_TIMEOUT_S`: by its result, or by
+    `UnavailableError`. `StaleIncarnationError` means that a newer life of the worker is registered.
+    """
+
+    def __init__(self, url: str, namespace: str = DEFAULT_NAMESPACE, ttl_s: float = DEFAULT_TTL_S) -> None:
+        """`ttl_s`: a worker silent for that long is gone."""
+        self._redis = redis_client(url, socket_timeout_s=OPERATION_TIMEOUT_S)
+        self._keys = Keys(namespace)
+        self._ttl_ms = round(ttl_s * 1e3)
+        self._keep_ms = KEEP_FACTOR * self._ttl_ms
+        self._register = self._redis.register_script(scripts.REGISTER)
+        self._deregister = self._redis.register_script(scripts.DEREGISTER)
+        self._publish = self._redis.register_script(scripts.PUBLISH_BLOCKS)
+        self._clear = self._redis.register_script(scripts.CLEAR)
+        self._dead = self._redis.register_script(scripts.DEAD)
+
+    @property
+    def keep_s(self) -> float:
+        """How long published blocks stay without being published again."""
+        return self._keep_ms / 1e3
+
+    async def register(self, worker: WorkerInfo) -> None:
+        await self.renew(worker)
+
+    async def renew(self, worker: WorkerInfo) -> Registration:
+        """`register`, telling what was there before."""
+        keys = self._keys
+        async with redis_errors(OPERATION_TIMEOUT_S):
+            reply: Any = await self._register(
+                keys=[keys.worker(worker.worker_id), keys.index, keys.fence(worker.worker_id), keys.events, keys.sequence],
+                args=[worker.worker_id, padded(worker.incarnation), worker_to_json(worker), self._ttl_ms, self._keep_ms, MAX_EVENTS],
+            )
+        if reply[0] == b"stale":
+            raise _stale(worker.worker_id, worker.incarnation, int(reply[1]))
+        return Registration(fresh=reply[1] == 1, replaced=int(reply[2]) if reply[2] else None)
+
+    async def deregister(self, worker_id: str, incarnation: int) -> None:
+        """Tells at once that this life is over; does nothing if another life is registered."""
+        keys = self._keys
+        async with redis_errors(OPERATION_TIMEOUT_S):
+            await self._deregister(
+                keys=[keys.worker(worker_id), keys.events, keys.sequence], args=[worker_id, padded(incarnation), self._keep_ms, MAX_EVENTS]
+            )
+        await self.clear(worker_id, incarnation)
+
+    async def publish_blocks(self, worker_id: str, incarnation: int, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
+        """Idempotent; blocks published before are renewed without an event. `UnavailableError` also if the worker is not registered."""
+        changes = [(block, True) for block in stored] + [(block, False) for block in removed]
+        for start in range(0, len(changes), BATCH_BLOCKS):
+            await self._publish_batch(worker_id, incarnation, changes[start : start + BATCH_BLOCKS])
+
+    async def clear(self, worker_id: str, incarnation: int) -> None:
+        """Takes all blocks of one life off the registry, and the life off the index if its entry is gone."""
+        keys, left = self._keys, 1
+        while left:
+            async with redis_errors(OPERATION_TIMEOUT_S):
+                left = await self._clear(
+                    keys=[keys.worker(worker_id), keys.index, keys.held(worker_id, incarnation)],
+                    args=[worker_id, padded(incarnation), keys.block_prefix, BATCH_BLOCKS],
+                )
+
+    async def reap(self) -> int:
+        """Clears after workers whose entry expired, any worker's; returns how many there were. Safe to run in several places at once."""
+        async with redis_errors(OPERATION_TIMEOUT_S):
+            found: Any = await self._dead(keys=[self._keys.index], args=[self._keys.worker("")])
+        dead = list(zip(found[::2], found[1::2], strict=True))
+        for worker_id, incarnation in dead:
+            await self.clear(worker_id.decode(), int(incarnation))
+        return len(dead)
+
+    async def holders(self, block_hashes: Sequence[bytes]) -> Mapping[bytes, Sequence[str]]:
+        """Which live workers hold each block, for tools; routers know it from the feed."""
+        async with redis_errors(OPERATION_TIMEOUT_S):
+            found: list[Any] = [await self._redis.hgetall(self._keys.block(block)) for block in block_hashes]
+            lives = {
+                worker_id: await self._redis.hget(self._keys.worker(worker_id.decode()), "incarnation")
+                for worker_id in {worker_id for holders in found for worker_id in holders}
+            }
+        return {
+            block: sorted(worker_id.decode() for worker_id, incarnation in holders.items() if lives[worker_id] == incarnation)
+            for block, holders in zip(block_hashes, found, strict=True)
+        }
+
+    async def close(self) -> None:
+        """Closes the connections."""
+        await self._redis.aclose()
+
+    async def _publish_batch(self, worker_id: str, incarnation: int, changes: Sequence[tuple[bytes, bool]]) -> None:
+        keys = self._keys
+        async with redis_errors(OPERATION_TIMEOUT_S):
+            reply: Any = await self._publish(
+                keys=[
+                    keys.worker(worker_id), keys.held(worker_id, incarnation), keys.events, keys.sequence,
+                    *(keys.block(block) for block, _ in changes),
+                ],
+                args=[
+                    worker_id, padded(incarnation), self._keep_ms, MAX_EVENTS, sum(stored for _, stored in changes),
+                    *(block for block, _ in changes),
+                ],
+            )  # fmt: skip
+        if reply == b"stale":
+            raise _stale(worker_id, incarnation, None)
+        if reply != b"ok":
+            raise UnavailableError(f"worker {worker_id} is not registered in this life", worker=worker_id)
+
+
+def _stale(worker_id: str, ours: int, newest: int | None) -> StaleIncarnationError:
+    return StaleIncarnationError(
+        f"a newer life of worker {worker_id} is registered", incarnation=ours, registered_incarnation=newest or "newer"
+    )
