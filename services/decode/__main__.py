@@ -8,7 +8,7 @@ from services.decode.service import DecodeServicer
 from services.relay.puller import KvPuller
 from services.relay.transports.grpc import GrpcTransfer
 from services.runtime.clock import SystemClock
-from services.worker.entry import run_worker
+from services.runtime.entry import run_service
 from services.worker.host import worker_host
 from services.worker.settings import WorkerSettings
 
@@ -25,4 +25,4 @@ async def serve(settings: WorkerSettings) -> None:
 
 
 if __name__ == "__main__":
-    run_worker("decode", serve)
+    run_service("decode", WorkerSettings, serve)

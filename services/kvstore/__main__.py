@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
-import sys
 import time
-from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
-from kvrelay.errors import KvRelayError
 from kvrelay.kv.v1 import kv_store_service_pb2_grpc
 from services.kvstore.keeper import StoreKeeper
 from services.kvstore.service import SERVICE_NAME, KvStoreServicer
 from services.kvstore.store import BlockStore
 from services.runtime.clock import SystemClock
-from services.runtime.config import load_settings, setting
-from services.runtime.logging_setup import setup_logging
+from services.runtime.config import setting
+from services.runtime.entry import background, run_service
+from services.runtime.heartbeat import Heartbeat
 from services.runtime.ports import WorkerInfo, WorkerLoad
-from services.runtime.process import announce_ready, exit_with_parent, run_until_stopped
-from services.runtime.registry import Heartbeat, RedisRegistry
+from services.runtime.process import announce_ready, run_until_stopped
+from services.runtime.registry import RedisRegistry
 from services.runtime.server import ServiceServer
 from services.runtime.telemetry import Telemetry
-
-PROG = "python -m services.kvstore"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +47,6 @@ class StoreSettings:
     log_level: str = setting("INFO", "least severe level that is logged", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
     exit_with_parent: bool = setting(False, "die when the process that started this one does")
     debug: bool = setting(False, "check the store's invariants after every sweep")
-
-
-class _Over(Exception):
-    """Ends a task group whose tasks run until cancelled."""
 
 
 async def serve(settings: StoreSettings) -> None:
@@ -92,48 +83,22 @@ async def serve(settings: StoreSettings) -> None:
                 load=WorkerLoad(running=server.running, held_handles=store.leases),
             )
 
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(keeper.run(), name="lease sweeper")
-                beating: asyncio.Task[None] | None = None
-                if settings.redis_url:
-                    registry = RedisRegistry(settings.redis_url, settings.namespace, settings.registry_ttl_s)
-                    heartbeat = Heartbeat(registry, describe, None, interval_s=settings.heartbeat_s)
-                    beating = tasks.create_task(heartbeat.run(), name="heartbeat")
+        async with background() as tasks:
+            tasks.create_task(keeper.run(), name="lease sweeper")
+            beating: asyncio.Task[None] | None = None
+            if settings.redis_url:
+                registry = RedisRegistry(settings.redis_url, settings.namespace, settings.registry_ttl_s)
+                heartbeat = Heartbeat(registry, describe, None, interval_s=settings.heartbeat_s)
+                beating = tasks.create_task(heartbeat.run(), name="heartbeat")
 
-                async def leave() -> None:
-                    if beating is not None:
-                        beating.cancel()
-                        await asyncio.wait([beating], timeout=2.0)
+            async def leave() -> None:
+                if beating is not None:
+                    beating.cancel()
+                    await asyncio.wait([beating], timeout=2.0)
 
-                announce_ready("kvstore", keeper.address, worker_id)
-                await run_until_stopped(server, before_drain=leave)
-                raise _Over
-        except* _Over:
-            pass
-
-
-def main() -> None:
-    """Reads flags and environment, serves until a signal; exits 0 after a drain, 1 with one line for an error with a name."""
-    settings = load_settings(StoreSettings, sys.argv[1:], os.environ, PROG)
-    if settings.exit_with_parent:
-        exit_with_parent()
-    setup_logging(settings.log_level)
-    try:
-        asyncio.run(serve(settings))
-    except* KvRelayError as group:
-        for error in _leaves(group):
-            sys.stderr.write(f"{PROG}: {error}\n")
-        raise SystemExit(1) from None
-
-
-def _leaves(group: BaseExceptionGroup[KvRelayError]) -> Iterator[KvRelayError]:
-    for error in group.exceptions:
-        if isinstance(error, BaseExceptionGroup):
-            yield from _leaves(error)
-        else:
-            yield error
+            announce_ready("kvstore", keeper.address, worker_id)
+            await run_until_stopped(server, before_drain=leave)
 
 
 if __name__ == "__main__":
-    main()
+    run_service("kvstore", StoreSettings, serve)

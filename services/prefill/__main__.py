@@ -10,7 +10,7 @@ from services.relay.holder import KvHolder
 from services.relay.service import SERVICE_NAME as TRANSFER_SERVICE
 from services.relay.service import KvTransferServicer
 from services.runtime.clock import SystemClock
-from services.worker.entry import run_worker
+from services.runtime.entry import run_service
 from services.worker.host import worker_host
 from services.worker.settings import WorkerSettings
 
@@ -41,4 +41,4 @@ async def serve(settings: WorkerSettings) -> None:
 
 
 if __name__ == "__main__":
-    run_worker("prefill", serve)
+    run_service("prefill", WorkerSettings, serve)

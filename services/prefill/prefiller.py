@@ -43,7 +43,11 @@ class Prefiller:
         `LeaseExpiredError` when nobody kept the handle alive.
         """
         if job.fingerprint != self._engine.identity.fingerprint:
-            raise FingerprintMismatchError("this worker serves another model version", **_fingerprints(job, self._engine))
+            raise FingerprintMismatchError(
+                "this worker serves another model version",
+                wanted=job.fingerprint.hex(),
+                served=self._engine.identity.fingerprint.hex(),
+            )
         # Three events and one error at most: no bound needed beyond that.
         out: asyncio.Queue[PrefillEvent | BaseException] = asyncio.Queue(maxsize=4)
         task = self._tasks.create_task(self._serve(job, out), name=f"prefill {job.request_id}")
@@ -137,7 +141,3 @@ class Prefiller:
                 case Finished(finish_reason=finish_reason, usage=usage, marks=marks):
                     trace.prefill(marks, usage)
                     yield PrefillDone(finish_reason, usage, marks)
-
-
-def _fingerprints(job: Job, engine: EnginePort) -> dict[str, str]:
-    return {"wanted": job.fingerprint.hex(), "served": engine.identity.fingerprint.hex()}

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import secrets
-import sys
-from collections.abc import Iterator
 from contextlib import AsyncExitStack
 
-from kvrelay.errors import KvRelayError
 from kvrelay.inference.v1 import router_service_pb2_grpc
 from services.router.admission import Admission, AdmissionLimits
 from services.router.feed import FleetFollower
@@ -23,18 +19,11 @@ from services.router.tokenization import Tokenizers
 from services.runtime.adapters import GrpcWorkers
 from services.runtime.channels import ChannelPool
 from services.runtime.clock import SystemClock
-from services.runtime.config import load_settings
-from services.runtime.logging_setup import setup_logging
-from services.runtime.process import announce_ready, exit_with_parent, run_until_stopped
+from services.runtime.entry import background, run_service
+from services.runtime.process import announce_ready, run_until_stopped
 from services.runtime.registry_feed import RedisFleetFeed
 from services.runtime.server import ServiceServer
 from services.runtime.telemetry import Telemetry
-
-PROG = "python -m services.router"
-
-
-class _Over(Exception):
-    """Ends a task group whose tasks run until cancelled."""
 
 
 async def serve(settings: RouterSettings) -> None:
@@ -78,38 +67,12 @@ async def serve(settings: RouterSettings) -> None:
         async def turn_away() -> None:
             admission.drain()
 
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(follower.run(), name="fleet feed")
-                tasks.create_task(follower.watch(), name="health")
-                announce_ready("router", f"{settings.advertise or settings.host}:{server.port}", router_id)
-                await run_until_stopped(server, before_drain=turn_away)
-                raise _Over
-        except* _Over:
-            pass
-
-
-def main() -> None:
-    """Reads flags and environment, serves until a signal; exits 0 after a drain, 1 with one line for an error with a name."""
-    settings = load_settings(RouterSettings, sys.argv[1:], os.environ, PROG)
-    if settings.exit_with_parent:
-        exit_with_parent()
-    setup_logging(settings.log_level)
-    try:
-        asyncio.run(serve(settings), debug=settings.debug)
-    except* KvRelayError as group:
-        for leaf in _leaves(group):
-            sys.stderr.write(f"{PROG}: {leaf}\n")
-        raise SystemExit(1) from None
-
-
-def _leaves(group: BaseExceptionGroup[KvRelayError]) -> Iterator[KvRelayError]:
-    for error in group.exceptions:
-        if isinstance(error, BaseExceptionGroup):
-            yield from _leaves(error)
-        else:
-            yield error
+        async with background() as tasks:
+            tasks.create_task(follower.run(), name="fleet feed")
+            tasks.create_task(follower.watch(), name="health")
+            announce_ready("router", f"{settings.advertise or settings.host}:{server.port}", router_id)
+            await run_until_stopped(server, before_drain=turn_away)
 
 
 if __name__ == "__main__":
-    main()
+    run_service("router", RouterSettings, serve)

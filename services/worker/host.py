@@ -18,10 +18,12 @@ from services.engine.engine import Engine, EngineSettings
 from services.relay.store_client import BlockStoreClient
 from services.relay.transports.grpc import GrpcStore
 from services.runtime.channels import ChannelPool
+from services.runtime.entry import background
+from services.runtime.heartbeat import Heartbeat
 from services.runtime.offloop import run_off_loop
 from services.runtime.ports import Topology, WorkerInfo, WorkerLoad
 from services.runtime.process import announce_ready, run_until_stopped
-from services.runtime.registry import Heartbeat, RedisRegistry
+from services.runtime.registry import RedisRegistry
 from services.runtime.server import ServiceServer
 from services.runtime.telemetry import Telemetry
 from services.worker.phases import PhaseRecorder
@@ -108,7 +110,7 @@ async def worker_host(role: str, settings: WorkerSettings) -> AsyncIterator[Work
     async with AsyncExitStack() as stack:
         telemetry = Telemetry.start(f"kvrelay-{role}", worker_id, settings.otlp_endpoint)
         stack.push_async_callback(telemetry.shutdown)
-        folder = await run_off_loop(resolve_model, settings.model, Path(settings.cache_dir).expanduser())
+        folder = await run_off_loop(_model_folder, settings)
         engine = await Engine.start(_engine_settings(settings, folder))
         stack.push_async_callback(engine.stop)
         channels = ChannelPool(telemetry, settings.max_message_bytes)
@@ -126,7 +128,7 @@ async def worker_host(role: str, settings: WorkerSettings) -> AsyncIterator[Work
             settings.default_timeout_s,
             settings.drain_grace_s,
         )
-        tasks = await stack.enter_async_context(_background())
+        tasks = await stack.enter_async_context(background())
         prefixes = PrefixExchange(engine, store)
         if prefixes.enabled:
             tasks.create_task(prefixes.run(), name="write-behind")
@@ -148,19 +150,8 @@ async def worker_host(role: str, settings: WorkerSettings) -> AsyncIterator[Work
         yield host
 
 
-class _Over(Exception):
-    """Ends a task group whose tasks run until cancelled."""
-
-
-@asynccontextmanager
-async def _background() -> AsyncIterator[asyncio.TaskGroup]:
-    """A task group whose tasks are cancelled when the body is done; one that fails ends the body."""
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            yield tasks
-            raise _Over
-    except* _Over:
-        pass
+def _model_folder(settings: WorkerSettings) -> Path:
+    return resolve_model(settings.model, settings.cache_dir.expanduser())
 
 
 def _engine_settings(settings: WorkerSettings, folder: Path) -> EngineSettings:

@@ -103,5 +103,7 @@ class PhaseTrace:
             },
         )
 
-    def _record(self, name: str, start_ns: int, end_ns: int, more: Attributes, events: list[tuple[str, int, Attributes]] | None = None) -> None:
+    def _record(
+        self, name: str, start_ns: int, end_ns: int, more: Attributes, events: list[tuple[str, int, Attributes]] | None = None
+    ) -> None:
         self._telemetry.record_span(name, start_ns, end_ns, {**self._attributes, **more}, parent=self._parent, events=events or ())

@@ -18,7 +18,11 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
     """Answers from snapshots; nothing here waits for the engine."""
 
     def __init__(
-        self, describe: Callable[[], WorkerInfo], load: Callable[[], EngineLoad], tokenizer_digest: str, tokenizer_files: Mapping[str, bytes]
+        self,
+        describe: Callable[[], WorkerInfo],
+        load: Callable[[], EngineLoad],
+        tokenizer_digest: str,
+        tokenizer_files: Mapping[str, bytes],
     ) -> None:
         self._describe = describe
         self._load = load
