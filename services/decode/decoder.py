@@ -12,7 +12,7 @@ from services.engine.api import Admitted, EnginePort, EngineRequest, EngineStrea
 from services.relay.puller import KvPuller, PullResult
 from services.runtime.clock import Clock
 from services.runtime.deadline import remaining_s
-from services.runtime.offloop import run_off_loop
+from services.runtime.offloop import assert_off_loop, run_off_loop
 from services.runtime.ports import DecodeAccepted, DecodeDone, DecodeEvent, DecodeToken, Job, KvReady
 from services.worker.phases import PhaseRecorder
 from services.worker.prefix import PrefixExchange
@@ -113,6 +113,7 @@ class Decoder:
         return admitted
 
     def _digest(self, job: Job) -> bytes:
+        assert_off_loop("hashing a prompt")
         root = hashing.root_hash(self._engine.identity.fingerprint, job.cache_salt)
         return hashing.prompt_digest(root, job.token_ids, self._engine.layout.block_size)
 

@@ -151,7 +151,7 @@ async def worker_host(role: str, settings: WorkerSettings) -> AsyncIterator[Work
 
 
 def _model_folder(settings: WorkerSettings) -> Path:
-    return resolve_model(settings.model, settings.cache_dir.expanduser())
+    return resolve_model(settings.model, Path(settings.cache_dir).expanduser())
 
 
 def _engine_settings(settings: WorkerSettings, folder: Path) -> EngineSettings:

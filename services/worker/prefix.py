@@ -11,7 +11,7 @@ from kvrelay.errors import KvRelayError
 from services.engine.api import Admitted, EnginePort, EngineRequest
 from services.relay.store_client import BlockStoreClient
 from services.runtime.deadline import remaining_s
-from services.runtime.offloop import run_off_loop
+from services.runtime.offloop import assert_off_loop, run_off_loop
 from services.runtime.ports import Job
 
 log = logging.getLogger(__name__)
@@ -39,6 +39,7 @@ class PrefixExchange:
         return self._store is not None
 
     def _hash(self, job: Job) -> list[bytes]:
+        assert_off_loop("hashing a prompt")
         root = hashing.root_hash(self._engine.identity.fingerprint, job.cache_salt)
         return hashing.block_hashes(root, job.token_ids, self._engine.layout.block_size)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from services.runtime.config import setting
 
@@ -14,7 +13,7 @@ class WorkerSettings:
 
     model: str = setting("smollm2", "model folder (Hugging Face style), hub name, or 'smollm2' for the demo model")
     model_name: str = setting("", "name that requests use; empty: the folder's name")
-    cache_dir: Path = setting(Path("~/.cache/kvrelay"), "where converted and downloaded models are kept", env="KVRELAY_CACHE")
+    cache_dir: str = setting("~/.cache/kvrelay", "where converted and downloaded models are kept", env="KVRELAY_CACHE")
     host: str = setting("127.0.0.1", "address to listen on")
     port: int = setting(0, "port to listen on; 0: any free one")
     advertise: str = setting("", "host that others reach this worker by; empty: the listening address")
