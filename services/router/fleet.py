@@ -13,7 +13,7 @@ from kvrelay.errors import NoWorkerError, UnknownModelError
 from kvrelay.handle import KvLayout, ModelIdentity, differences
 from services.router.load import Dispatch, LoadCorrections
 from services.router.placement import Candidate, Mode
-from services.runtime.ports import BlocksChanged, FleetEvent, FleetSnapshot, RegistryLost, WorkerGone, WorkerInfo, WorkerSeen
+from services.runtime.ports import BlocksChanged, FleetEvent, FleetSnapshot, RegistryLost, WorkerGone, WorkerInfo, WorkerLoad, WorkerSeen
 
 ROLES = ("prefill", "decode")
 """Roles that serve a model."""
@@ -276,6 +276,11 @@ class Fleet:
         # An engine always computes at least one token.
         most = max(0, prompt_tokens - 1) // size * size
         return [Candidate(e.worker, e.corrections.apply(e.worker.load), min(most, self._cached_blocks(e, hashes, now) * size)) for e in up]
+
+    def corrected_load(self, worker_id: str) -> WorkerLoad | None:
+        """A worker's load with what this router has sent since; None for an unknown worker."""
+        entry = self._entries.get(worker_id)
+        return None if entry is None else entry.corrections.apply(entry.worker.load)
 
     def cached_blocks(self, worker_id: str, hashes: Sequence[bytes], now: float) -> int:
         """How many leading blocks of a chain the present life of a worker has."""
