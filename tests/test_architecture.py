@@ -177,12 +177,12 @@ def test_domain_code_and_engine_never_see_grpc_or_messages() -> None:
     assert not violations(rule)
 
 
-EXTRA_GRPC: tuple[str, ...] = ()
-"""Adapters in other rooms; each is a port put on gRPC and nothing else."""
+EXTRA_GRPC = {"services/worker/host.py": "what the `__main__`s of prefill and decode share: it adds servicers to the server"}
+"""File: why it may."""
 
 
 def test_the_environment_is_read_only_where_a_process_begins() -> None:
-    allowed = {"kvrelay/cli.py": "command line", "kvrelay/client.py": "default target"}
+    allowed = {"kvrelay/cli.py": "command line", "kvrelay/client.py": "default target", "services/runtime/entry.py": "for every `__main__`"}
 
     def rule(source: Source) -> Iterator[str]:
         if source.name == "__main__.py" or source.path in allowed or is_entry_point(source):
@@ -255,7 +255,13 @@ def test_domain_code_has_no_clock_of_its_own() -> None:
 
 
 def test_files_stay_small() -> None:
-    assert not [f"{source.path}: {source.lines} lines" for source in sources() if source.lines > MAX_LINES]
+    assert not [
+        f"{source.path}: {source.lines} lines" for source in sources() if source.lines > MAX_LINES and source.path not in LONG_FILES
+    ]
+
+
+LONG_FILES: dict[str, str] = {}
+"""File: why it is one thing all the same."""
 
 
 def test_public_modules_say_what_they_are() -> None:

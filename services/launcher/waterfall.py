@@ -147,8 +147,11 @@ def render(waterfall: Waterfall, *, disagreements: Sequence[str], width: int = 1
 
 
 def _lines(waterfall: Waterfall, disagreements: Sequence[str], columns: int) -> Iterator[str]:
-    tokens = f"{waterfall.prompt_tokens:,} prompt tokens ({waterfall.cached_tokens:,} cached), {waterfall.completion_tokens:,} generated"
-    yield f"  path: {waterfall.path or '?'} ({waterfall.decision or 'no reason given'}); {tokens}"
+    yield f"  path {waterfall.path or '?'}: {waterfall.decision or 'no reason given'}"
+    yield (
+        f"  {waterfall.prompt_tokens:,} prompt tokens, {waterfall.cached_tokens:,} of them found in a cache;"
+        f" {waterfall.completion_tokens:,} generated"
+    )
     for bar in waterfall.phases:
         if bar.label == "exposed transfer" and waterfall.transfer is not None:
             yield _row(waterfall, waterfall.transfer, columns, "░", "overlaps prefill")

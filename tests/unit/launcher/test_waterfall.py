@@ -107,7 +107,8 @@ def test_after_a_fallback_the_try_that_succeeded_is_drawn() -> None:
 def test_the_drawing_tells_times_bytes_and_rates() -> None:
     text = waterfall.render(waterfall.build(split_trace()), disagreements=[], width=110)
     for expected in (
-        "path: split (1179 uncached tokens)", "1,179 prompt tokens (16 cached), 14 generated", "580.0 ms", "5 chunks on prefill-0",
+        "path split: 1179 uncached tokens", "1,179 prompt tokens, 16 of them found in a cache; 14 generated",
+        "580.0 ms", "5 chunks on prefill-0",
         "27.0 MB in 74 blocks over grpc at 540 MB/s", "80% of the bytes arrived before prefill ended", "TTFT 610.0 ms",
         "ITL mean 24.8 ms, p99 90.0 ms", "the phases add up",
     ):  # fmt: skip
