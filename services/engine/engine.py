@@ -30,6 +30,7 @@ from services.engine.validation import RequestLimits
 
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """Tokens a page can hold."""
+_STOPPED = "the engine has stopped"
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -79,7 +80,7 @@ class Engine:
         self._posted = self._handled = 0
         self._idle = True
         self._idle_waiters: list[asyncio.Future[None]] = []
-        self._fatal: KvRelayError | None = None
+        self._stopped = False
         self._load = EngineLoad()
         self._changes = BlockChangeLog()
         self._core: EngineCore
@@ -104,7 +105,7 @@ class Engine:
 
     async def stop(self, timeout_s: float = 30.0) -> None:
         """Ends the thread after its present step; open requests fail with `UnavailableError`."""
-        self._fail_all(UnavailableError("the engine has stopped"))
+        self._fail_all(UnavailableError, _STOPPED)
         if not await self._runner.stop(timeout_s):
             raise InternalError(f"the engine thread did not end within {timeout_s} s")
 
@@ -137,7 +138,7 @@ class Engine:
     @property
     def healthy(self) -> bool:
         """False once the thread has ended."""
-        return self._fatal is None
+        return not self._stopped
 
     def tokenizer_files(self) -> Mapping[str, bytes]:
         """File name to content; what `identity.tokenizer_digest` covers."""
@@ -172,7 +173,7 @@ class Engine:
 
     async def wait_idle(self) -> None:
         """Returns when every message is handled and no request can go on (held ones, and finished ones not released, may be open)."""
-        while not self._at_rest and self._fatal is None:
+        while not self._at_rest and not self._stopped:
             waiter = asyncio.get_running_loop().create_future()
             self._idle_waiters.append(waiter)
             await waiter
@@ -183,8 +184,8 @@ class Engine:
         return self._idle and self._handled == self._posted
 
     def _submit(self, request: EngineRequest) -> _Stream:
-        if self._fatal is not None:
-            raise self._fatal
+        if self._stopped:
+            raise UnavailableError(_STOPPED)
         self._limits.check(request)
         if len(self._unadmitted) >= self._settings.max_waiting:
             raise OverloadedError(
@@ -208,7 +209,7 @@ class Engine:
         stream.close()
 
     def _post(self, message: Add | Resume | Release) -> None:
-        if self._fatal is None:
+        if not self._stopped:
             self._posted += 1
             self._runner.post(message)
 
@@ -224,16 +225,15 @@ class Engine:
             if stream is not None:
                 stream.push(event)
         self._unadmitted.difference_update(report.released)
-        if report.fatal is not None:
-            self._fail_all(report.fatal)
+        if report.fatal:
+            self._fail_all(InternalError, report.fatal)
         if self._at_rest:
             self._wake()
 
-    def _fail_all(self, error: KvRelayError) -> None:
-        if self._fatal is None:
-            self._fatal = UnavailableError("the engine has stopped")
+    def _fail_all(self, error: type[KvRelayError], message: str) -> None:
+        self._stopped = True
         for stream in self._streams.values():
-            stream.push(Failed(error))
+            stream.push(Failed(error(message)))
         self._wake()
 
     def _wake(self) -> None:

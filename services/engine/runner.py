@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from kvrelay.errors import InternalError, KvRelayError
+from kvrelay.errors import KvRelayError
 from services.engine.api import BlockChanges, EngineEvent, EngineLoad, EngineRequest, Failed
 from services.engine.core import EngineCore
 
@@ -68,7 +68,7 @@ class StepReport:
     messages: int
     """Messages handled since the start: all of them, and no work left, means the thread sleeps and the core may be looked at."""
     idle: bool
-    fatal: KvRelayError | None = None
+    fatal: str = ""
     """Set once, when the thread ends by an error; nothing follows."""
 
 
@@ -128,8 +128,8 @@ class Runner:
             self._serve(core)
         except Exception:
             log.exception("the engine thread ended by an error")
-            fatal = InternalError("the engine stopped by an error")
-            self._on_loop(self._deliver, StepReport([], (), core.load(), BlockChanges(), self._handled, idle=True, fatal=fatal))
+            fatal = "the engine stopped by an error"
+            self._on_loop(self._deliver, StepReport([], (), core.load(), BlockChanges(), self._handled, idle=False, fatal=fatal))
 
     def _serve(self, core: EngineCore) -> None:
         while True:

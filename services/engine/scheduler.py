@@ -85,10 +85,17 @@ class Scheduler:
 
     @property
     def can_admit(self) -> bool:
-        """Whether trying to admit the first waiting request may change anything."""
+        """Whether trying to admit the first waiting request may change anything.
+
+        One that is to be computed is admitted no earlier than a step has tokens left for it: by then those before it have
+        published their blocks, and a prefix that many requests share is computed once.
+        """
         if not self.waiting or self._stuck_at == self._blocks.version:
             return False
-        return next(iter(self.waiting.values())).request.hold or len(self.running) < self._limits.max_num_seqs
+        if next(iter(self.waiting.values())).request.hold:
+            return True
+        prefill_left = sum(sequence.prefill_left for sequence in self.running.values())
+        return len(self.running) < self._limits.max_num_seqs and prefill_left < self._limits.max_num_batched_tokens
 
     def resume(self, sequence: Sequence, phase: Phase) -> None:
         """Ends a hold: the sequence queues behind those that run."""

@@ -236,6 +236,15 @@ class TestBatching:
         admitted = [name for name, kind in bench.order if kind == "Admitted"]
         assert admitted == ["first", "large", "small"]
 
+    def test_a_prefix_shared_by_requests_that_arrive_together_is_computed_once(self) -> None:
+        bench = Bench(max_num_batched_tokens=16)
+        for index in range(6):
+            bench.add(request(f"r{index}", [*range(1, 65), 100 + index], max_tokens=1))
+        bench.run()
+        computed = sum(len(entry.token_ids) for step in bench.model.steps for entry in step)
+        assert computed < 65 + 5 * 17
+        assert [bench.of(f"r{index}", Admitted)[0].cached_tokens for index in range(6)] == [0, *[64] * 5]
+
     def test_giving_up_the_large_one_lets_the_small_ones_in(self) -> None:
         bench = Bench(num_pages=8)
         bench.add(request("first", 12, max_tokens=9))
