@@ -200,6 +200,7 @@ class RequestMachine:
         self._decode: Leg | None = None
         self._prefill_done: PrefillDone | None = None
         self._decode_done: DecodeDone | None = None
+        self._accepted = False
         self._kv_ready = False
         self._was_split = False
         self._holder: str | None = None
@@ -236,7 +237,7 @@ class RequestMachine:
         self.phase = Phase.RUNNING
         self.attempt += 1
         self._prefill = self._decode = self._prefill_done = self._decode_done = None
-        self._kv_ready, self._early = False, []
+        self._accepted, self._kv_ready, self._early = False, False, []
         self._holder = None
         match plan.route:
             case Split(prefill, decode):
@@ -253,7 +254,9 @@ class RequestMachine:
     def _on_prefill(self, leg: Leg, event: PrefillEvent) -> list[Action]:
         match event:
             case PrefillAccepted(handle):
-                assert self._decode is not None
+                if self._accepted or self._decode is None:
+                    return self._on_failure(leg, InternalError("prefill accepted twice"))
+                self._accepted = True
                 return [StartLeg(self._decode, handle)]
             case FirstToken(token):
                 if token.index != 0:
@@ -341,7 +344,7 @@ class RequestMachine:
         if leg == self._prefill and self._sent and (self._kv_ready or self._decode_done is not None):
             # Everything prefill had to give has arrived.
             self._prefill = None
-            return self._finish() if self.phase is Phase.SETTLING else []
+            return [CancelLeg(leg), *(self._finish() if self.phase is Phase.SETTLING else [])]
         if not mendable(error):
             return self._fail(error)
         self._blame(leg, error)
