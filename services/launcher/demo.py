@@ -47,7 +47,7 @@ class DemoSettings:
 
 
 async def run(settings: DemoSettings, environ: Mapping[str, str], say: Say, show: Say) -> None:
-    """Raises a `KvRelayError` when something does not work, `StartError` among them; everything has stopped then too.
+    """Raises `StartError` or a `KvRelayError` when something does not work; everything has stopped then too.
 
     `say` takes whole lines, `show` pieces of text as they stream in.
     """
@@ -67,7 +67,7 @@ async def run(settings: DemoSettings, environ: Mapping[str, str], say: Say, show
             say(f"serving {suite.model_name} at {suite.address}, ready after {time.monotonic() - begun:.1f} s")
             try:
                 await _ask_all(settings, document, suite, receiver, say, show)
-            except KvRelayError as error:
+            except (KvRelayError, StartError) as error:
                 raise StartError(error.message, _tails(suite)) from error
     say(f"\neverything has stopped; the demo took {time.monotonic() - begun:.1f} s")
 
@@ -169,7 +169,7 @@ def main(argv: list[str], environ: Mapping[str, str]) -> int:
     except ConfigError as error:
         sys.stderr.write(f"kvrelay demo: {error.message}\n")
         return 2
-    except KvRelayError as error:
+    except (KvRelayError, StartError) as error:
         sys.stderr.write(f"{getattr(error, 'log_tail', '')}kvrelay demo: {error.message}\n")
         return 1
     except KeyboardInterrupt:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
 from kvrelay.errors import KvRelayError
+from services.launcher.errors import StartError
 from services.launcher.settings import SuiteSettings
 from services.launcher.suite import RunningSuite, running_suite
 
@@ -54,7 +55,7 @@ async def serve(settings: SuiteSettings, environ: Mapping[str, str], out: TextIO
         loop.add_signal_handler(number, signals.on_signal)
     try:
         await _serve(settings, environ, say, signals)
-    except KvRelayError as error:
+    except (KvRelayError, StartError) as error:
         err.write(f"{getattr(error, 'log_tail', '')}kvrelay: {error.message}\n")
         return EXIT_FAILED
     except asyncio.CancelledError:
