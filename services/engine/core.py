@@ -27,8 +27,7 @@ from services.engine.api import (
 from services.engine.block_manager import BlockManager
 from services.engine.detokenizer import AnswerText, TokenBytes
 from services.engine.scheduler import Chunk, Scheduler, SchedulerLimits
-from services.engine.sequence import Phase
-from services.engine.sequence import Sequence as Running
+from services.engine.sequence import Phase, SequenceState
 from services.engine.validation import RequestLimits
 
 log = logging.getLogger(__name__)
@@ -99,7 +98,7 @@ class EngineCore:
         self._scheduler = Scheduler(scheduling, blocks)
         self._limits = limits
         self._eos_ids = frozenset(eos_ids)
-        self._live: dict[str, Running] = {}
+        self._live: dict[str, SequenceState] = {}
         self._pending: list[tuple[str, EngineEvent]] = []
 
     def add(self, request: EngineRequest, now_ns: int) -> None:
@@ -109,7 +108,7 @@ class EngineCore:
         self._limits.check(request)
         table = self._blocks.open(request.token_ids, request.cache_salt)
         answer = AnswerText(self._token_bytes, request.stop.strings)
-        sequence = Running(request, table, answer, self._eos_ids, now_ns)
+        sequence = SequenceState(request, table, answer, self._eos_ids, now_ns)
         self._scheduler.enqueue(sequence)
         self._live[request.request_id] = sequence
 
@@ -217,7 +216,7 @@ class EngineCore:
             if not chunk.draws or self._draw(sequence, next(rows), clock, events):
                 self._publish(sequence)
 
-    def _draw(self, sequence: Running, row: Any, clock: Clock, events: list[tuple[str, EngineEvent]]) -> bool:
+    def _draw(self, sequence: SequenceState, row: Any, clock: Clock, events: list[tuple[str, EngineEvent]]) -> bool:
         """Draws the next token; False if that failed (then the KV behind it is not trusted either)."""
         index = len(sequence.output_ids)
         try:
@@ -248,18 +247,18 @@ class EngineCore:
             self._finish(sequence, reason, events)
         return True
 
-    def _publish(self, sequence: Running) -> None:
+    def _publish(self, sequence: SequenceState) -> None:
         self._blocks.publish(sequence.table, sequence.token_ids, sequence.computed)
 
-    def _finish(self, sequence: Running, reason: FinishReason | None, events: list[tuple[str, EngineEvent]]) -> None:
+    def _finish(self, sequence: SequenceState, reason: FinishReason | None, events: list[tuple[str, EngineEvent]]) -> None:
         self._end(sequence)
         events.append((sequence.request_id, Finished(reason, sequence.usage(), sequence.marks())))
 
-    def _fail(self, sequence: Running, error: KvRelayError, events: list[tuple[str, EngineEvent]]) -> None:
+    def _fail(self, sequence: SequenceState, error: KvRelayError, events: list[tuple[str, EngineEvent]]) -> None:
         self._end(sequence)
         events.append((sequence.request_id, Failed(error)))
 
-    def _end(self, sequence: Running) -> None:
+    def _end(self, sequence: SequenceState) -> None:
         """No more computing for this one; its pages stay until the release."""
         self._scheduler.remove(sequence)
         if sequence.phase is not Phase.FINISHED:

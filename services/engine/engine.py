@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from tokenizers import Tokenizer
 
 from kvrelay.errors import ConfigError, InternalError, KvRelayError, OverloadedError, UnavailableError
 from kvrelay.handle import KvLayout, ModelIdentity
-from services.engine.api import Admitted, BlockChanges, EngineEvent, EngineLoad, EngineRequest, Failed, Finished
+from services.engine.api import Admitted, BlockChanges, EngineLoad, EngineRequest, Failed
 from services.engine.block_manager import BlockChangeLog, BlockManager
 from services.engine.core import EngineCore
 from services.engine.detokenizer import TokenBytes
@@ -26,6 +25,7 @@ from services.engine.kv_pool import KvPool
 from services.engine.model import load_model
 from services.engine.runner import Add, Release, Resume, Runner, RunnerOptions, StepReport
 from services.engine.scheduler import RETRY_AFTER_S, SchedulerLimits
+from services.engine.stream import Stream
 from services.engine.validation import RequestLimits
 
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -72,7 +72,7 @@ class Engine:
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings
         self._runner = Runner(self._build, self._deliver, RunnerOptions(cpu=settings.cpu, debug=settings.debug))
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, Stream] = {}
         """Open streams by key."""
         self._unadmitted: set[str] = set()
         """Keys of requests that wait for pages, or whose release the thread has not seen yet."""
@@ -145,7 +145,7 @@ class Engine:
         return self._tokenizer_files
 
     @asynccontextmanager
-    async def open(self, request: EngineRequest) -> AsyncIterator[_Stream]:
+    async def open(self, request: EngineRequest) -> AsyncIterator[Stream]:
         """See `EnginePort.open`; raises `UnavailableError` once the engine has stopped.
 
         A request may be tried again under its id while an earlier attempt is still being released.
@@ -183,7 +183,7 @@ class Engine:
         """The thread sleeps, and will until the next message: only then may the loop look at its core."""
         return self._idle and self._handled == self._posted
 
-    def _submit(self, request: EngineRequest) -> _Stream:
+    def _submit(self, request: EngineRequest) -> Stream:
         if self._stopped:
             raise UnavailableError(_STOPPED)
         self._limits.check(request)
@@ -193,7 +193,7 @@ class Engine:
             )
         # The thread may see a release later than the same request's next attempt here, so it tells attempts apart by a key.
         key = f"{request.request_id}#{next(self._keys)}"
-        stream = _Stream(self, key, request)
+        stream = Stream(key, request, self._resume)
         self._streams[key] = stream
         self._unadmitted.add(key)
         self._post(Add(replace(request, request_id=key), time.time_ns()))
@@ -202,7 +202,7 @@ class Engine:
     def _resume(self, key: str, imported_tokens: int, first_token: int | None) -> None:
         self._post(Resume(key, imported_tokens, first_token))
 
-    def _release(self, stream: _Stream) -> None:
+    def _release(self, stream: Stream) -> None:
         """Only posts: the pages are free when the thread has handled it."""
         if self._streams.pop(stream.key, None) is not None:
             self._post(Release(stream.key))
@@ -275,60 +275,3 @@ class Engine:
         self._eos_ids = config.eos_ids
         blocks = BlockManager(num_pages, settings.block_size, self._identity.fingerprint)
         return EngineCore(DeviceModel(model, self._pool), TokenBytes(tokenizer), blocks, scheduling, self._limits, config.eos_ids)
-
-
-class _Stream:
-    """Implements `EngineStream`. Its events are at most one a chunk and one a token, so they need no other bound."""
-
-    def __init__(self, engine: Engine, key: str, request: EngineRequest) -> None:
-        self.key = key
-        self._engine = engine
-        self._request = request
-        self._events: deque[EngineEvent] = deque()
-        self._arrived = asyncio.Event()
-        self._held = False
-        self._ended = False
-
-    def __aiter__(self) -> _Stream:
-        return self
-
-    async def __anext__(self) -> EngineEvent:
-        while not self._events:
-            if self._ended:
-                raise StopAsyncIteration
-            self._arrived.clear()
-            await self._arrived.wait()
-        event = self._events.popleft()
-        if isinstance(event, Failed):
-            self._events.clear()
-            raise event.error
-        return event
-
-    def resume(self, imported_tokens: int, first_token: int | None = None) -> None:
-        """See `EngineStream.resume`; `ValueError` unless the request is held and the arguments fit together. After a failure: nothing."""
-        prompt = len(self._request.token_ids)
-        if not 0 <= imported_tokens <= prompt or (first_token is not None and imported_tokens != prompt):
-            raise ValueError(f"cannot resume {self.key} with {imported_tokens} of {prompt} tokens and first token {first_token}")
-        if first_token is not None and self._request.prefill_only:
-            raise ValueError(f"{self.key} computes its prompt only: it cannot go on from a first token")
-        if self._ended:
-            return
-        if not self._held:
-            raise ValueError(f"{self.key} is not held")
-        self._held = False
-        self._engine._resume(self.key, imported_tokens, first_token)
-
-    def push(self, event: EngineEvent) -> None:
-        """Delivers one event; nothing follows the last."""
-        if self._ended:
-            return
-        self._held = self._held or (isinstance(event, Admitted) and self._request.hold)
-        self._ended = isinstance(event, Finished | Failed)
-        self._events.append(event)
-        self._arrived.set()
-
-    def close(self) -> None:
-        """No event is delivered from now on."""
-        self._ended = True
-        self._events.clear()
-        self._arrived.set()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from kvrelay.errors import ConfigError, OverloadedError
 from services.engine.block_manager import BlockManager
-from services.engine.sequence import Phase, Sequence
+from services.engine.sequence import Phase, SequenceState
 
 RETRY_AFTER_S = 1.0
 """Hint for a request that found the waiting queue full."""
@@ -44,7 +44,7 @@ class SchedulerLimits:
 class Chunk:
     """Tokens [start, end) of a sequence, to be computed in the next step."""
 
-    sequence: Sequence
+    sequence: SequenceState
     start: int
     end: int
     draws: bool
@@ -57,20 +57,20 @@ class Scheduler:
     def __init__(self, limits: SchedulerLimits, blocks: BlockManager) -> None:
         self._limits = limits
         self._blocks = blocks
-        self.waiting: OrderedDict[str, Sequence] = OrderedDict()
-        self.held: dict[str, Sequence] = {}
-        self.running: OrderedDict[str, Sequence] = OrderedDict()
+        self.waiting: OrderedDict[str, SequenceState] = OrderedDict()
+        self.held: dict[str, SequenceState] = {}
+        self.running: OrderedDict[str, SequenceState] = OrderedDict()
         """In order of readiness."""
         self._stuck_at = -1
         """Version of the block manager at which the first waiting request did not fit."""
 
-    def enqueue(self, sequence: Sequence) -> None:
+    def enqueue(self, sequence: SequenceState) -> None:
         """Raises `OverloadedError` when `max_waiting` requests wait already."""
         if len(self.waiting) >= self._limits.max_waiting:
             raise OverloadedError(f"{len(self.waiting)} requests are waiting", retry_after_s=RETRY_AFTER_S, waiting=len(self.waiting))
         self.waiting[sequence.request_id] = sequence
 
-    def admit(self) -> Iterator[Sequence]:
+    def admit(self) -> Iterator[SequenceState]:
         """Reserves pages for waiting requests in order, until one does not fit; yields those admitted."""
         while self.can_admit:
             request_id, sequence = next(iter(self.waiting.items()))
@@ -97,13 +97,13 @@ class Scheduler:
         prefill_left = sum(sequence.prefill_left for sequence in self.running.values())
         return len(self.running) < self._limits.max_num_seqs and prefill_left < self._limits.max_num_batched_tokens
 
-    def resume(self, sequence: Sequence, phase: Phase) -> None:
+    def resume(self, sequence: SequenceState, phase: Phase) -> None:
         """Ends a hold: the sequence queues behind those that run."""
         del self.held[sequence.request_id]
         sequence.move(phase)
         self.running[sequence.request_id] = sequence
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, sequence: SequenceState) -> None:
         """Takes a sequence out of the queues, wherever it is; its pages are the caller's business."""
         if self.waiting.pop(sequence.request_id, None):
             self._stuck_at = -1
@@ -122,7 +122,7 @@ class Scheduler:
                 budget -= end - sequence.computed
         return chunks
 
-    def _chunk_end(self, sequence: Sequence, budget: int) -> int:
+    def _chunk_end(self, sequence: SequenceState, budget: int) -> int:
         """Whole blocks where possible: a block that a chunk finishes can be handed over at once."""
         end = sequence.computed + budget
         if end >= sequence.prompt_tokens:

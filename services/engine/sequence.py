@@ -32,7 +32,7 @@ _NEXT = {
 }
 
 
-class Sequence:
+class SequenceState:
     """State of one request. Created waiting; only `move` changes the phase."""
 
     __slots__ = (
