@@ -28,6 +28,7 @@ __all__ = ["DEFAULT_NAMESPACE", "DEFAULT_TTL_S", "Heartbeat", "RedisRegistry", "
 DEFAULT_NAMESPACE = "kvrelay"
 DEFAULT_TTL_S = 6.0
 OPERATION_TIMEOUT_S = 1.5
+CONNECT_TIMEOUT_S = 1.0
 KEEP_FACTOR = 20
 """Everything but a worker's entry lives this many times longer: fences, block holders, the stream."""
 MAX_EVENTS = 8_192
@@ -45,14 +46,15 @@ class Registration:
     """The incarnation of an earlier life that was still listed; its blocks are to be cleared."""
 
 
-def redis_client(url: str, *, socket_timeout_s: float, connect_timeout_s: float = 1.0) -> Redis:
-    """A client that answers or fails in bounded time and leaves retrying to its user."""
+def redis_client(url: str) -> Redis:
+    """A client that leaves retrying to its user; every use belongs inside `redis_errors`, which bounds it."""
     return Redis.from_url(
         url,
         # Said outright because the default protocol changed with redis-py 8, and replies with it.
         protocol=2,
-        socket_timeout=socket_timeout_s,
-        socket_connect_timeout=connect_timeout_s,
+        # None: with a timeout redis-py sends by `asyncio.wait_for`, which before Python 3.12 can swallow the caller's cancellation.
+        socket_timeout=None,
+        socket_connect_timeout=CONNECT_TIMEOUT_S,
         retry=Retry(NoBackoff(), 0),
         health_check_interval=0,
     )
@@ -75,7 +77,7 @@ class RedisRegistry:
 
     def __init__(self, url: str, namespace: str = DEFAULT_NAMESPACE, ttl_s: float = DEFAULT_TTL_S) -> None:
         """`ttl_s`: a worker silent for that long is gone."""
-        self._redis = redis_client(url, socket_timeout_s=OPERATION_TIMEOUT_S)
+        self._redis = redis_client(url)
         self._keys = Keys(namespace)
         self._ttl_ms = round(ttl_s * 1e3)
         self._keep_ms = KEEP_FACTOR * self._ttl_ms

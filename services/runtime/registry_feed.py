@@ -58,7 +58,7 @@ class RedisFleetFeed:
         """Never ends, never raises for Redis; close the generator to stop."""
         outage = False
         while True:
-            redis = redis_client(self._url, socket_timeout_s=OPERATION_TIMEOUT_S + self._poll_s)
+            redis = redis_client(self._url)
             try:
                 yield await self._snapshot(redis, outage)
                 outage = False
