@@ -36,7 +36,7 @@ async def serve(settings: RouterSettings) -> None:
         channels = ChannelPool(telemetry)
         stack.push_async_callback(channels.close)
         workers = GrpcWorkers(channels)
-        fleet = Fleet(FleetTimes(down_s=settings.worker_down_s, rejoin_grace_s=settings.rejoin_grace_s))
+        fleet = Fleet(FleetTimes(down_s=settings.worker_down_s))
         admission = Admission(AdmissionLimits(settings.max_in_flight, settings.max_waiting, settings.max_wait_s), clock)
         orchestrator = Orchestrator(
             fleet=fleet,
@@ -69,7 +69,6 @@ async def serve(settings: RouterSettings) -> None:
 
         async with background() as tasks:
             tasks.create_task(follower.run(), name="fleet feed")
-            tasks.create_task(follower.watch(), name="health")
             announce_ready("router", f"{settings.advertise or settings.host}:{server.port}", router_id)
             await run_until_stopped(server, before_drain=turn_away)
 

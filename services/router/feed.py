@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 
 from services.router.fleet import Fleet
@@ -14,7 +13,7 @@ SetServing = Callable[[str, bool], None]
 
 
 class FleetFollower:
-    """Applies every event of a feed; `run` and `watch` end only by cancellation."""
+    """Applies every event of a feed; `run` ends only by cancellation."""
 
     def __init__(self, fleet: Fleet, feed: FleetFeedPort, clock: Clock, mode: Mode, set_serving: SetServing, service_name: str) -> None:
         self._fleet = fleet
@@ -30,18 +29,11 @@ class FleetFollower:
             self._fleet.apply(event, self._clock.monotonic())
             self.tell_health()
 
-    async def watch(self, interval_s: float = 1.0) -> None:
-        """What changes by time alone: workers that a registry has lost and that did not come back."""
-        while True:
-            await asyncio.sleep(interval_s)
-            self.tell_health()
-
     def tell_health(self) -> None:
         """The process serves once the fleet is known; each model ('model:<name>') while something can decode it."""
-        now = self._clock.monotonic()
         health = dict.fromkeys(self._names, self._fleet.has_snapshot)
         health |= {name: False for name in self._told if name.startswith("model:")}
-        health |= {f"model:{name}": self._fleet.model_state(name, self._mode, now).decode_workers > 0 for name in self._fleet.models(now)}
+        health |= {f"model:{name}": self._fleet.model_state(name, self._mode).decode_workers > 0 for name in self._fleet.models()}
         for name, serving in health.items():
             if self._told.get(name) is not serving:
                 self._set_serving(name, serving)

@@ -67,8 +67,6 @@ class FleetTimes:
 
     down_s: float = 3.0
     """How long a worker that failed a call is avoided."""
-    rejoin_grace_s: float = 12.0
-    """How long workers that a registry has lost are kept after it came back: they re-register by then."""
     prefix_trust_s: float = 30.0
     """How long prefix holders count once the registry is lost; afterwards only load does."""
 
@@ -80,7 +78,6 @@ class _Entry:
     blocks: set[bytes] = field(default_factory=set)
     corrections: LoadCorrections = field(default_factory=LoadCorrections)
     down_until: float = float("-inf")
-    unconfirmed_until: float | None = None
 
 
 class Fleet:
@@ -92,7 +89,6 @@ class Fleet:
         self._has_snapshot = False
         self._lost_at: float | None = None
         self._last_word: float | None = None
-        self._forgiving_until = float("-inf")
 
     # --- events ----------------------------------------------------------------------------------------------------------------
 
@@ -107,33 +103,25 @@ class Fleet:
             case WorkerSeen(worker):
                 self._see(worker, now)
             case WorkerGone(worker_id, incarnation):
-                self._forget(worker_id, incarnation, now)
+                entry = self._entries.get(worker_id)
+                if entry is not None and entry.worker.incarnation <= incarnation:
+                    del self._entries[worker_id]
             case BlocksChanged(worker_id, incarnation, stored, removed):
                 entry = self._entries.get(worker_id)
                 if entry is not None and entry.worker.incarnation == incarnation:
                     entry.blocks.update(stored)
                     entry.blocks.difference_update(removed)
         self._last_word = now
-        if self._lost_at is None:
-            live = self._live(now)
-            if len(live) < len(self._entries):
-                self._entries = {entry.worker.worker_id: entry for entry in live}
 
     def _replace(self, snapshot: FleetSnapshot, now: float) -> None:
-        was_lost = self._lost_at is not None
-        if was_lost:
-            self._forgiving_until = now + self._times.rejoin_grace_s
         self._has_snapshot, self._lost_at = True, None
+        listed = {worker.worker_id for worker in snapshot.workers}
+        self._entries = {worker_id: entry for worker_id, entry in self._entries.items() if worker_id in listed}
         for worker in snapshot.workers:
             self._see(worker, now)
             entry = self._entries[worker.worker_id]
             if entry.worker.incarnation == worker.incarnation:
                 entry.blocks = set(snapshot.holders.get(worker.worker_id, ()))
-        listed = {worker.worker_id for worker in snapshot.workers}
-        for worker_id, entry in self._entries.items():
-            # A registry that lost its data knows nobody until the next heartbeats: that must not stop the service.
-            if worker_id not in listed and (was_lost or entry.unconfirmed_until is None):
-                entry.unconfirmed_until = now + self._times.rejoin_grace_s
 
     def _see(self, worker: WorkerInfo, now: float) -> None:
         entry = self._entries.get(worker.worker_id)
@@ -143,21 +131,8 @@ class Fleet:
             entry = self._entries[worker.worker_id] = _Entry(worker, _revision(worker))
         elif entry.worker.identity != worker.identity or entry.worker.layout != worker.layout:
             entry.revision = _revision(worker)
-        if entry.unconfirmed_until is not None:
-            entry.unconfirmed_until = None
-            entry.blocks = set()
         entry.worker = worker
         entry.corrections.reported(now)
-
-    def _forget(self, worker_id: str, incarnation: int, now: float) -> None:
-        entry = self._entries.get(worker_id)
-        if entry is None or incarnation < entry.worker.incarnation:
-            return
-        if now < self._forgiving_until and entry.worker.state == "ready":
-            if entry.unconfirmed_until is None:
-                entry.unconfirmed_until = self._forgiving_until
-            return
-        del self._entries[worker_id]
 
     # --- what the registry does not know ---------------------------------------------------------------------------------------
 
@@ -166,10 +141,6 @@ class Fleet:
         entry = self._entries.get(worker.worker_id)
         if entry is not None and entry.worker.incarnation == worker.incarnation:
             entry.down_until = now + self._times.down_s
-
-    def is_down(self, worker_id: str, now: float) -> bool:
-        entry = self._entries.get(worker_id)
-        return entry is not None and now < entry.down_until
 
     def dispatch(self, worker: WorkerInfo, now: float, *, prefill_tokens: int, pages: int) -> Dispatch:
         """Counts a request just sent to a worker into its load until it reports it itself. Close what is returned."""
@@ -194,15 +165,15 @@ class Fleet:
 
     def workers(self, now: float) -> list[WorkerInfo]:
         """Everybody known, stores too; those on the down list in state 'lost'."""
-        found = (replace(e.worker, state="lost") if now < e.down_until else e.worker for e in self._live(now))
+        found = (replace(e.worker, state="lost") if now < e.down_until else e.worker for e in self._entries.values())
         return sorted(found, key=lambda worker: (worker.role, worker.worker_id))
 
-    def models(self, now: float) -> list[str]:
-        return sorted({e.revision.model for e in self._live(now) if e.revision is not None})
+    def models(self) -> list[str]:
+        return sorted({e.revision.model for e in self._entries.values() if e.revision is not None})
 
-    def resolve_model(self, name: str, now: float) -> str:
+    def resolve_model(self, name: str) -> str:
         """The model `name` asks for; an empty name asks for the only one. Raises `UnknownModelError` or `NoWorkerError`."""
-        known = self.models(now)
+        known = self.models()
         if name in known:
             return name
         if not known:
@@ -212,13 +183,13 @@ class Fleet:
         text = f"no model {name!r}" if name else "several models are served: name one"
         raise UnknownModelError(f"{text}; known: {', '.join(known)}", model=name, known=",".join(known), field="model")
 
-    def choose_revision(self, model: str, mode: Mode, now: float) -> Revision:
+    def choose_revision(self, model: str, mode: Mode) -> Revision:
         """The version new requests for `model` get: one with every role the mode needs, then most ready workers, then newest.
 
         Raises `NoWorkerError` when no version can serve.
         """
         ready: dict[Revision, list[WorkerInfo]] = {}
-        for entry in self._live(now):
+        for entry in self._entries.values():
             if entry.revision is not None and entry.revision.model == model and entry.worker.state == "ready":
                 ready.setdefault(entry.revision, []).append(entry.worker)
 
@@ -233,13 +204,13 @@ class Fleet:
             raise NoWorkerError(f"no decode worker is ready for model {model!r}", role="decode", model=model)
         return max(able, key=rank)
 
-    def model_state(self, model: str, mode: Mode, now: float) -> ModelState:
-        """Of one of `models(now)`; where nothing can decode it, of the version of its last comer."""
+    def model_state(self, model: str, mode: Mode) -> ModelState:
+        """Of one of `models()`; where nothing can decode it, of the version of its last comer."""
         try:
-            revision = self.choose_revision(model, mode, now)
+            revision = self.choose_revision(model, mode)
         except NoWorkerError:
             revision = None
-        entries = [e for e in self._live(now) if e.revision is not None and e.revision.model == model]
+        entries = [e for e in self._entries.values() if e.revision is not None and e.revision.model == model]
         if revision is not None:
             entries = [e for e in entries if e.revision == revision]
         newest = max((e.worker for e in entries), key=lambda worker: worker.incarnation)
@@ -254,13 +225,13 @@ class Fleet:
             decode_workers=roles.count("decode"),
         )
 
-    def ready(self, revision: Revision, role: str, now: float) -> list[WorkerInfo]:
+    def ready(self, revision: Revision, role: str) -> list[WorkerInfo]:
         """Workers that take new requests, those on the down list included."""
-        return [e.worker for e in self._ready_entries(revision, role, now)]
+        return [e.worker for e in self._ready_entries(revision, role)]
 
-    def limits(self, revision: Revision, now: float) -> Limits:
+    def limits(self, revision: Revision) -> Limits:
         """Raises `NoWorkerError` when no decode worker is ready."""
-        workers = self.ready(revision, "decode", now)
+        workers = self.ready(revision, "decode")
         if not workers:
             raise NoWorkerError(f"no decode worker is ready for model {revision.model!r}", role="decode", model=revision.model)
         return Limits(max(map(_context_tokens, workers)), min(worker.vocab_size for worker in workers))
@@ -268,7 +239,7 @@ class Fleet:
     def candidates(self, revision: Revision, role: str, hashes: Sequence[bytes], prompt_tokens: int, now: float) -> list[Candidate]:
         """Ready workers with corrected load and prefix hit. Down ones only for 'decode' and only when all are: nothing can
         stand in for a decode worker, so a try is better than none."""
-        entries = self._ready_entries(revision, role, now)
+        entries = self._ready_entries(revision, role)
         up = [e for e in entries if now >= e.down_until]
         if not up and role == "decode":
             up = entries
@@ -287,9 +258,9 @@ class Fleet:
         entry = self._entries.get(worker_id)
         return 0 if entry is None else self._cached_blocks(entry, hashes, now)
 
-    def incompatibilities(self, now: float) -> list[IncompatiblePair]:
+    def incompatibilities(self) -> list[IncompatiblePair]:
         """Every prefill and decode worker of one model name that differ, with what differs."""
-        live = sorted((e.worker for e in self._live(now) if e.revision is not None), key=lambda worker: worker.worker_id)
+        live = sorted((e.worker for e in self._entries.values() if e.revision is not None), key=lambda worker: worker.worker_id)
         pairs = []
         for prefill in (worker for worker in live if worker.role == "prefill"):
             for decode in (worker for worker in live if worker.role == "decode"):
@@ -300,11 +271,8 @@ class Fleet:
 
     # --- inside ----------------------------------------------------------------------------------------------------------------
 
-    def _live(self, now: float) -> list[_Entry]:
-        return [e for e in self._entries.values() if e.unconfirmed_until is None or self._lost_at is not None or now < e.unconfirmed_until]
-
-    def _ready_entries(self, revision: Revision, role: str, now: float) -> list[_Entry]:
-        return [e for e in self._live(now) if e.revision == revision and e.worker.role == role and e.worker.state == "ready"]
+    def _ready_entries(self, revision: Revision, role: str) -> list[_Entry]:
+        return [e for e in self._entries.values() if e.revision == revision and e.worker.role == role and e.worker.state == "ready"]
 
     def _cached_blocks(self, entry: _Entry, hashes: Sequence[bytes], now: float) -> int:
         if self._lost_at is not None and now - self._lost_at > self._times.prefix_trust_s:

@@ -118,15 +118,14 @@ class Orchestrator:
         """Everything that can refuse a request, before anything is started for it. The place is held by `place`."""
         with tracing.child(self._telemetry, span, names.SPAN_ADMISSION) as admission_span, current(admission_span):
             prompt = check_command(command)
-            self._fleet.resolve_model(command.model, self._clock.monotonic())
+            self._fleet.resolve_model(command.model)
             await place.enter_async_context(self._admission.admitted())
             # The fleet may have changed in line.
-            now = self._clock.monotonic()
-            model = self._fleet.resolve_model(command.model, now)
-            revision = self._fleet.choose_revision(model, self._policy.mode, now)
-            limits = self._fleet.limits(revision, now)
+            model = self._fleet.resolve_model(command.model)
+            revision = self._fleet.choose_revision(model, self._policy.mode)
+            limits = self._fleet.limits(revision)
             check_against_model(command, limits)
-            sources = [worker for role in ("decode", "prefill") for worker in self._fleet.ready(revision, role, now)]
+            sources = [worker for role in ("decode", "prefill") for worker in self._fleet.ready(revision, role)]
             encoded = await self._tokenizers.encode(prompt, revision, sources, command.cache_salt)
             stop = fit(command, len(encoded.token_ids), limits)
             sampling = command.sampling if command.has_seed else replace(command.sampling, seed=self._draw_seed())

@@ -50,7 +50,7 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
         if request.page_size < 0:
             raise InvalidRequestError(f"page_size must be 0 or more, got {request.page_size}", field="page_size")
         now = self._clock.monotonic()
-        names = [name for name in self._fleet.models(now) if name > request.page_token]
+        names = [name for name in self._fleet.models() if name > request.page_token]
         page = names[: min(request.page_size or MAX_PAGE_SIZE, MAX_PAGE_SIZE)]
         return router_service_pb2.ListModelsResponse(
             models=[self._model(name, now) for name in page],
@@ -70,7 +70,7 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
                         for field, ours, theirs in pair.differences
                     ],
                 )
-                for pair in self._fleet.incompatibilities(now)
+                for pair in self._fleet.incompatibilities()
             ],
             mode=self._mode.value,
             registry_connected=self._fleet.connected,
@@ -79,7 +79,7 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
         )
 
     def _model(self, name: str, now: float) -> router_service_pb2.Model:
-        state = self._fleet.model_state(name, self._mode, now)
+        state = self._fleet.model_state(name, self._mode)
         return router_service_pb2.Model(
             name=name,
             identity=wire.identity_to_proto(state.identity),

@@ -28,7 +28,6 @@ class RouterSettings:
     max_tries: int = setting(3, "plans a request gets until its last error is reported", minimum=1, maximum=10)
     accept_timeout_s: float = setting(15.0, "what a prefill worker gets to accept a request", unit="s", minimum=0.1)
     worker_down_s: float = setting(3.0, "how long a worker that failed a call is avoided", unit="s", minimum=0.0)
-    rejoin_grace_s: float = setting(12.0, "how long workers are kept that a registry has forgotten", unit="s", minimum=0.0)
     tokenizer_timeout_s: float = setting(30.0, "what a worker gets to send its tokenizer", unit="s", minimum=0.1)
     default_timeout_s: float = setting(600.0, "deadline of requests that bring none", unit="s", minimum=0.1)
     max_message_bytes: int = setting(4 << 20, "largest request accepted", unit="bytes", minimum=1024)

@@ -30,25 +30,25 @@ def ids(workers: list[WorkerInfo]) -> list[str]:
 
 def test_nothing_is_known_before_the_first_snapshot() -> None:
     fleet = Fleet()
-    assert not fleet.has_snapshot and not fleet.connected and fleet.models(0.0) == []
+    assert not fleet.has_snapshot and not fleet.connected and fleet.models() == []
     with pytest.raises(NoWorkerError):
-        fleet.resolve_model("", 0.0)
+        fleet.resolve_model("")
 
 
 def test_an_empty_name_asks_for_the_only_model() -> None:
     fleet = fleet_of(worker("decode"))
-    assert fleet.resolve_model("", 0.0) == fleet.resolve_model("tiny", 0.0) == "tiny"
+    assert fleet.resolve_model("") == fleet.resolve_model("tiny") == "tiny"
     with pytest.raises(UnknownModelError) as unknown:
-        fleet.resolve_model("huge", 0.0)
+        fleet.resolve_model("huge")
     assert "tiny" in unknown.value.message and unknown.value.fields["known"] == "tiny"
     fleet.apply(WorkerSeen(worker("decode", 1, identity=replace(IDENTITY, model="small"))), 0.0)
     with pytest.raises(UnknownModelError, match="name one"):
-        fleet.resolve_model("", 0.0)
+        fleet.resolve_model("")
 
 
 def test_only_workers_of_one_revision_are_candidates() -> None:
     fleet = fleet_of(worker("decode", 0), worker("decode", 1, identity=OTHER), worker("decode", 2, layout=replace(LAYOUT, layers=3)))
-    revision = fleet.choose_revision("tiny", Mode.COLOCATED, 0.0)
+    revision = fleet.choose_revision("tiny", Mode.COLOCATED)
     assert len(fleet.candidates(revision, "decode", [], 100, 0.0)) == 1
 
 
@@ -66,7 +66,7 @@ def test_only_workers_of_one_revision_are_candidates() -> None:
 )
 def test_the_revision_for_new_requests(workers: list[WorkerInfo], chosen: object) -> None:
     fleet = fleet_of(*workers)
-    revision = fleet.choose_revision("tiny", Mode.HYBRID, 0.0)
+    revision = fleet.choose_revision("tiny", Mode.HYBRID)
     assert revision.fingerprint == chosen.fingerprint  # type: ignore[attr-defined]
 
 
@@ -78,31 +78,31 @@ def test_a_restart_does_not_make_an_old_version_the_newest() -> None:
         worker("decode", 3, identity=OTHER, incarnation=6),
     )
     fleet.apply(WorkerSeen(worker("decode", 1, incarnation=9)), 1.0)
-    assert fleet.choose_revision("tiny", Mode.COLOCATED, 1.0).fingerprint == OTHER.fingerprint
+    assert fleet.choose_revision("tiny", Mode.COLOCATED).fingerprint == OTHER.fingerprint
 
 
 def test_a_model_without_a_ready_decode_worker_names_the_role() -> None:
     fleet = fleet_of(worker("prefill"), worker("decode", state="draining"))
     with pytest.raises(NoWorkerError) as caught:
-        fleet.choose_revision("tiny", Mode.SPLIT, 0.0)
+        fleet.choose_revision("tiny", Mode.SPLIT)
     assert caught.value.fields["role"] == "decode"
-    state = fleet.model_state("tiny", Mode.SPLIT, 0.0)
+    state = fleet.model_state("tiny", Mode.SPLIT)
     assert (state.missing_role, state.prefill_workers, state.decode_workers) == ("decode", 1, 0)
-    assert fleet_of(worker("decode")).model_state("tiny", Mode.SPLIT, 0.0).missing_role == "prefill"
-    assert fleet_of(worker("decode")).model_state("tiny", Mode.COLOCATED, 0.0).missing_role == ""
+    assert fleet_of(worker("decode")).model_state("tiny", Mode.SPLIT).missing_role == "prefill"
+    assert fleet_of(worker("decode")).model_state("tiny", Mode.COLOCATED).missing_role == ""
 
 
 def test_differing_workers_are_listed_with_both_values() -> None:
     other = worker("decode", 1, identity=replace(IDENTITY, dtype="bfloat16"), layout=replace(LAYOUT, block_size=32))
     fleet = fleet_of(worker("prefill"), worker("decode"), other, worker("decode", 2, identity=replace(OTHER, model="unrelated")))
-    (pair,) = fleet.incompatibilities(0.0)
+    (pair,) = fleet.incompatibilities()
     assert (pair.prefill_worker, pair.decode_worker) == ("prefill-0", "decode-1")
     assert list(pair.differences) == [("dtype", "float32", "bfloat16"), ("block_size", "16", "32")]
 
 
 def test_prefix_hits_count_leading_blocks_and_never_the_whole_prompt() -> None:
     fleet = fleet_of(worker("decode"))
-    revision = fleet.choose_revision("tiny", Mode.COLOCATED, 0.0)
+    revision = fleet.choose_revision("tiny", Mode.COLOCATED)
     fleet.apply(BlocksChanged("decode-0", 1, [BLOCKS[0], BLOCKS[1], BLOCKS[3]], []), 0.0)
     assert fleet.cached_blocks("decode-0", BLOCKS, 0.0) == 2
     fleet.apply(BlocksChanged("decode-0", 1, [BLOCKS[2]], [BLOCKS[1]]), 0.0)
@@ -128,7 +128,7 @@ def test_another_life_of_a_worker_has_none_of_its_blocks() -> None:
 
 def test_a_worker_that_failed_a_call_is_avoided_for_a_while() -> None:
     fleet = fleet_of(worker("prefill", 0), worker("prefill", 1), worker("decode"))
-    revision = fleet.choose_revision("tiny", Mode.SPLIT, 0.0)
+    revision = fleet.choose_revision("tiny", Mode.SPLIT)
     fleet.mark_down(worker("prefill", 0), 10.0)
     fleet.mark_down(worker("prefill", 1, incarnation=7), 10.0)
     assert [c.worker.worker_id for c in fleet.candidates(revision, "prefill", [], 10, 12.9)] == ["prefill-1"]
@@ -141,7 +141,7 @@ def test_a_worker_that_failed_a_call_is_avoided_for_a_while() -> None:
 
 def test_a_down_decode_worker_is_the_last_resort_and_a_down_prefill_worker_none() -> None:
     fleet = fleet_of(worker("prefill"), worker("decode"))
-    revision = fleet.choose_revision("tiny", Mode.SPLIT, 0.0)
+    revision = fleet.choose_revision("tiny", Mode.SPLIT)
     for role in ("prefill", "decode"):
         fleet.mark_down(worker(role), 0.0)
     assert fleet.candidates(revision, "prefill", [], 10, 1.0) == []
@@ -158,23 +158,15 @@ def test_a_lost_registry_keeps_the_last_view() -> None:
     assert fleet.cached_blocks("decode-0", BLOCKS, 39.0) == 0, "prefixes are not trusted for long"
 
 
-def test_a_registry_that_lost_its_data_takes_nobody_away_at_once() -> None:
+def test_a_snapshot_replaces_what_was_known_and_ends_an_outage() -> None:
     fleet = fleet_of(worker("prefill"), worker("decode"))
+    fleet.apply(BlocksChanged("decode-0", 1, BLOCKS, []), 5.0)
+    fleet.mark_down(worker("decode"), 9.0)
     fleet.apply(RegistryLost(), 8.0)
-    fleet.apply(FleetSnapshot([], {}), 20.0)
-    assert fleet.connected and len(fleet.workers(31.0)) == 2
-    fleet.apply(WorkerSeen(worker("decode")), 21.0)
-    assert ids(fleet.workers(33.0)) == ["decode-0"], "who does not come back is forgotten"
-
-
-def test_entries_that_expired_during_an_outage_are_forgiven() -> None:
-    fleet = fleet_of(worker("prefill"), worker("decode", state="draining"))
-    fleet.apply(RegistryLost(), 8.0)
-    fleet.apply(FleetSnapshot([worker("prefill"), worker("decode", state="draining")], {}), 20.0)
-    fleet.apply(WorkerGone("prefill-0", 1), 20.5)
-    fleet.apply(WorkerGone("decode-0", 1), 20.5)
-    assert ids(fleet.workers(21.0)) == ["prefill-0"], "one that was leaving has left"
-    assert ids(fleet.workers(33.0)) == []
+    fleet.apply(FleetSnapshot([worker("decode")], {"decode-0": BLOCKS[:3]}), 10.0)
+    assert fleet.connected and fleet.view_age_s(10.0) == 0.0
+    assert [(info.worker_id, info.state) for info in fleet.workers(10.0)] == [("decode-0", "lost")], "the router's own word stays"
+    assert fleet.cached_blocks("decode-0", BLOCKS, 10.0) == 3
 
 
 def test_a_worker_that_leaves_is_gone_at_once() -> None:
@@ -186,7 +178,7 @@ def test_a_worker_that_leaves_is_gone_at_once() -> None:
 def test_limits_are_those_of_the_roomiest_decode_worker() -> None:
     tight = WorkerLoad(total_pages=10, available_pages=10)
     fleet = fleet_of(worker("decode", 0, load=tight), worker("decode", 1, max_context_tokens=150), worker("prefill"))
-    limits = fleet.limits(fleet.choose_revision("tiny", Mode.SPLIT, 0.0), 0.0)
+    limits = fleet.limits(fleet.choose_revision("tiny", Mode.SPLIT))
     assert limits.max_context_tokens == 161, "ten pages, and a last token that needs none"
 
 
@@ -254,11 +246,11 @@ def test_any_order_of_events_leaves_a_view_that_holds_together(steps: list[tuple
             assert info.incarnation >= before.get(info.worker_id, 0), "an older life never replaces a newer one"
         if isinstance(event, BlocksChanged) and event.worker_id not in before:
             assert fleet.cached_blocks(event.worker_id, list(event.stored), now) == 0
-        for model in fleet.models(now):
+        for model in fleet.models():
             for mode in Mode:
-                state = fleet.model_state(model, mode, now)
+                state = fleet.model_state(model, mode)
                 try:
-                    revision = fleet.choose_revision(model, mode, now)
+                    revision = fleet.choose_revision(model, mode)
                 except NoWorkerError:
                     assert state.decode_workers == 0 and state.missing_role == "decode"
                     continue
