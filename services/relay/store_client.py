@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
 
-from kvrelay.errors import KvRelayError, KvTransferError
+from kvrelay.errors import KvRelayError, KvTransferError, OverloadedError
 from kvrelay.handle import KvHandle, KvLayout, KvSegment, ModelIdentity, check_compatible
 from services.engine.api import PageBytes
 from services.relay.copying import gather, land, run_to_end
@@ -75,7 +75,11 @@ class BlockStoreClient:
                 if not missing:
                     return 0
                 async with aclosing(self._segments(missing, pages)) as segments:
-                    await self._store.write(write, segments, timeout_s=timeout_s)
+                    try:
+                        await self._store.write(write, segments, timeout_s=timeout_s)
+                    except OverloadedError as error:
+                        # What got in before memory ran out is the head of the chain: worth keeping.
+                        logger.info("the store is full: %s", error)
                 blocks = await self._store.commit(write, timeout_s=timeout_s)
                 committed = True
                 return blocks
