@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from kvrelay.errors import ConfigError, InternalError, KvRelayError, OverloadedError, UnavailableError
+from kvrelay.errors import ConfigError, InternalError, KvRelayError, ModelLoadError, OverloadedError, UnavailableError
 from kvrelay.handle import KvLayout, ModelIdentity
 from services.engine.api import Admitted, BlockChanges, EngineLoad, EngineRequest, Failed
 from services.engine.block_manager import BlockChangeLog, BlockManager
@@ -64,6 +64,23 @@ class EngineSettings:
     """Core to pin the runner thread to; -1 leaves it free."""
     debug: bool = False
     """Check the pages' integrity whenever the engine is idle."""
+
+    def check(self) -> tuple[torch.dtype, torch.device]:
+        """Dtype and device; `ConfigError` for a value that no model could be served with."""
+        if self.dtype not in _DTYPES:
+            raise ConfigError(f"dtype must be one of {', '.join(_DTYPES)}, got {self.dtype!r}")
+        if self.kv_dtype not in ("auto", self.dtype):
+            raise ConfigError(f"kv_dtype must be 'auto' or the model's {self.dtype!r}, got {self.kv_dtype!r}")
+        if self.block_size not in BLOCK_SIZES:
+            raise ConfigError(f"block_size must be one of {', '.join(map(str, BLOCK_SIZES))} tokens, got {self.block_size}")
+        if self.threads < 1:
+            raise ConfigError(f"threads must be 1 or more, got {self.threads}")
+        if self.num_pages < 0 or self.max_context_tokens < 0:
+            raise ConfigError(f"num_pages and max_context_tokens must be 0 or more, got {self.num_pages} and {self.max_context_tokens}")
+        try:
+            return _DTYPES[self.dtype], torch.device(self.device)
+        except RuntimeError as error:
+            raise ConfigError(f"device must be one that torch knows, got {self.device!r}") from error
 
 
 class Engine:
@@ -245,33 +262,34 @@ class Engine:
     def _build(self) -> EngineCore:
         """On the runner's thread: everything that is slow or touches torch."""
         settings = self._settings
-        if settings.dtype not in _DTYPES:
-            raise ConfigError(f"dtype must be one of {', '.join(_DTYPES)}, got {settings.dtype!r}")
-        if settings.kv_dtype not in ("auto", settings.dtype):
-            raise ConfigError(f"kv_dtype must be 'auto' or the model's {settings.dtype!r}, got {settings.kv_dtype!r}")
-        if settings.block_size not in BLOCK_SIZES:
-            raise ConfigError(f"block_size must be one of {', '.join(map(str, BLOCK_SIZES))} tokens, got {settings.block_size}")
-        try:
-            device = torch.device(settings.device)
-        except RuntimeError as error:
-            raise ConfigError(f"device must be one that torch knows, got {settings.device!r}") from error
+        dtype, device = settings.check()
         scheduling = SchedulerLimits(settings.max_num_batched_tokens, settings.max_num_seqs, settings.max_waiting)
         torch.set_num_threads(settings.threads)
-        dtype = _DTYPES[settings.dtype]
+        files = read_tokenizer_files(settings.model_path)
+        token_bytes = TokenBytes(_tokenizer(files["tokenizer.json"]))
         model = load_model(settings.model_path, dtype, device)
         config = model.config
-        files = read_tokenizer_files(settings.model_path)
-        tokenizer = Tokenizer.from_str(files["tokenizer.json"].decode())
         name = settings.model_name or settings.model_path.name
         self._identity = identity_of(settings.model_path, config, files, model=name, dtype=settings.dtype, kv_dtype=settings.dtype)
         self._layout = layout_of(config, settings.block_size, settings.dtype)
         num_pages = settings.num_pages or settings.kv_cache_bytes // self._layout.block_bytes
         if num_pages < 1:
             raise ConfigError(f"kv_cache_bytes {settings.kv_cache_bytes} is less than one page of {self._layout.block_bytes} bytes")
-        self._pool = KvPool(config, num_pages, settings.block_size, dtype, device)
+        try:
+            self._pool = KvPool(config, num_pages, settings.block_size, dtype, device)
+        except RuntimeError as error:
+            raise ConfigError(f"a KV cache of {num_pages * self._layout.block_bytes} bytes cannot be allocated on {device}") from error
         context = min(settings.max_context_tokens or config.max_positions, config.max_positions)
         self._limits = RequestLimits(config.vocab_size, context, num_pages * settings.block_size)
         self._tokenizer_files = files
         self._eos_ids = config.eos_ids
         blocks = BlockManager(num_pages, settings.block_size, self._identity.fingerprint)
-        return EngineCore(DeviceModel(model, self._pool), TokenBytes(tokenizer), blocks, scheduling, self._limits, config.eos_ids)
+        return EngineCore(DeviceModel(model, self._pool), token_bytes, blocks, scheduling, self._limits, config.eos_ids)
+
+
+def _tokenizer(content: bytes) -> Tokenizer:
+    try:
+        return Tokenizer.from_str(content.decode())
+    except Exception as error:
+        # The library raises plain `Exception`.
+        raise ModelLoadError(f"tokenizer.json cannot be read: {error}") from error

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from kvrelay.errors import KvRelayError
+from kvrelay.errors import ConfigError, KvRelayError
 from services.engine.api import BlockChanges, EngineEvent, EngineLoad, EngineRequest, Failed
 from services.engine.core import EngineCore
 
@@ -117,8 +117,7 @@ class Runner:
 
     def _run(self) -> None:
         try:
-            if self._options.cpu >= 0:
-                os.sched_setaffinity(threading.get_native_id(), {self._options.cpu})
+            self._pin()
             core = self._build()
         except Exception as error:  # noqa: BLE001 - raised again in `start`
             self._on_loop(self._failed_to_start, error)
@@ -130,6 +129,14 @@ class Runner:
             log.exception("the engine thread ended by an error")
             fatal = "the engine stopped by an error"
             self._on_loop(self._deliver, StepReport([], (), core.load(), BlockChanges(), self._handled, idle=False, fatal=fatal))
+
+    def _pin(self) -> None:
+        if self._options.cpu < 0:
+            return
+        try:
+            os.sched_setaffinity(threading.get_native_id(), {self._options.cpu})
+        except OSError as error:
+            raise ConfigError(f"cpu must be a core this process may run on, got {self._options.cpu}") from error
 
     def _serve(self, core: EngineCore) -> None:
         while True:

@@ -255,6 +255,16 @@ async def test_a_folder_that_cannot_be_served_is_an_error_of_start(tmp_path: Pat
         await Engine.start(EngineSettings(tmp_path))
 
 
+async def test_a_tokenizer_that_cannot_be_read_is_an_error_of_start(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path, "llama")
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(ModelLoadError, match=r"tokenizer\.json"):
+        await Engine.start(settings(folder))
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ModelLoadError, match=r"tokenizer\.json"):
+        await Engine.start(settings(folder))
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -264,6 +274,10 @@ async def test_a_folder_that_cannot_be_served_is_an_error_of_start(tmp_path: Pat
         {"max_num_seqs": 1000},
         {"block_size": 10},
         {"device": "nonsense"},
+        {"cpu": 1023},
+        {"threads": 0},
+        {"num_pages": -1},
+        {"num_pages": 1 << 46},
     ],
 )
 async def test_wrong_settings_are_errors_of_start(tiny_model: Path, changes: dict[str, object]) -> None:
