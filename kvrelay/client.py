@@ -12,12 +12,12 @@ from typing import Any, Unpack
 import grpc
 
 from kvrelay import wire
-from kvrelay.errors import CancelledByClientError, KvRelayError, RequestTooLargeError, UnavailableError
+from kvrelay.errors import CancelledByClientError, RequestTooLargeError
 from kvrelay.fleet import FieldDifference, FleetView, Incompatibility, LoadView, ModelView, WorkerView
 from kvrelay.inference.v1 import generation_pb2, router_service_pb2, router_service_pb2_grpc, worker_pb2
 from kvrelay.request import GenerateOptions, GenerationRequest, Prompt, build_request
 from kvrelay.retry import RetryPolicy
-from kvrelay.stream import GenerationStream
+from kvrelay.stream import GenerationStream, answer_of
 
 DEFAULT_TARGET = "127.0.0.1:50051"
 TARGET_ENV = "KVRELAY_TARGET"
@@ -131,17 +131,9 @@ class AsyncClient:
 
     async def _ask(self, method: str, request: Any, timeout_s: float | None) -> Any:
         metadata = tuple((self._metadata | _trace_context(None)).items())
-        call = getattr(self._stub(), method)
-        try:
-            return await call(request, timeout=self._timeout_s if timeout_s is None else timeout_s, metadata=metadata)
-        except grpc.aio.AioRpcError as failure:
-            raise self._typed(failure) from failure
-
-    def _typed(self, failure: grpc.aio.AioRpcError) -> KvRelayError:
-        if failure.code() is grpc.StatusCode.UNAVAILABLE and not wire.names_kvrelay_reason(failure):
-            text = f"the router at {self.target} cannot be reached: {failure.details()}"
-            return UnavailableError(text, target=self.target)
-        return wire.error_from_rpc(failure)
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        call = getattr(self._stub(), method)(request, timeout=timeout_s, metadata=metadata)
+        return await answer_of(call, call, self.target, reached=False)
 
 
 def _channel_options(target: str, max_message_bytes: int) -> list[tuple[str, int]]:

@@ -106,8 +106,10 @@ _WORKER_COLUMNS = ("worker", "state", "address", "model", "running", "waiting", 
 
 
 def _worker_row(worker: WorkerView) -> tuple[str, ...]:
+    if worker.identity is None:  # a store: it computes nothing
+        return (worker.worker_id, worker.state, worker.address, "-", "-", "-", "-", "-", "-")
     load = worker.load
-    model = "-" if worker.identity is None else f"{worker.identity.model} ({worker.identity.dtype})"
+    model = f"{worker.identity.model} ({worker.identity.dtype})"
     return (
         worker.worker_id,
         worker.state,

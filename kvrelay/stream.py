@@ -174,26 +174,8 @@ class GenerationStream:
 
     async def _read(self) -> router_service_pb2.GenerateResponse | None:
         """The next message; None at the end."""
-        call = self._call
-        try:
-            response = await call.read()
-        except grpc.aio.AioRpcError as failure:
-            raise self._typed(failure) from failure
-        except asyncio.CancelledError:
-            call.cancel()
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
-                raise
-            raise CancelledByClientError("the stream was closed while it was read") from None
+        response = await answer_of(self._call, self._call.read(), self._target, reached=self.started is not None)
         return None if response is grpc.aio.EOF else response
-
-    def _typed(self, failure: grpc.aio.AioRpcError) -> KvRelayError:
-        """CANCELLED means lost here: a cancel of ours never comes as a status."""
-        lost = failure.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
-        if lost and not wire.names_kvrelay_reason(failure):
-            what = "cannot be reached" if self.started is None else "was lost"
-            return UnavailableError(f"the router at {self._target} {what}: {failure.details()}", target=self._target)
-        return wire.error_from_rpc(failure)
 
     def _take_start(self, response: router_service_pb2.GenerateResponse) -> bool:
         if response.WhichOneof("event") != "started":
@@ -226,3 +208,25 @@ class GenerationStream:
         self.token_ids.append(token.token_id)
         self._text.append(token.text)
         return token
+
+
+async def answer_of(call: Any, waiting: Awaitable[Any], target: str, *, reached: bool) -> Any:
+    """What a call gives, its failures as `kvrelay.errors`: a cancel of this task passes, one of the call (closed) does not.
+
+    `reached`: whether the router had answered before, for the text only.
+    """
+    try:
+        return await waiting
+    except grpc.aio.AioRpcError as failure:
+        # A cancel of ours never comes as a status: CANCELLED means that the router went away.
+        lost = failure.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+        if not lost or wire.names_kvrelay_reason(failure):
+            raise wire.error_from_rpc(failure) from failure
+        what = "was lost" if reached else "cannot be reached"
+        raise UnavailableError(f"the router at {target} {what}: {failure.details()}", target=target) from failure
+    except asyncio.CancelledError:
+        call.cancel()
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise CancelledByClientError("the call was closed while it was waited for") from None

@@ -60,6 +60,8 @@ class ScriptedRouter(pb_grpc.RouterServiceServicer):
         self.cancelled = asyncio.Event()
         self.fleet = pb.GetFleetResponse()
         self.model_pages: list[pb.ListModelsResponse] = [pb.ListModelsResponse()]
+        self.silent = False
+        self.asked = asyncio.Event()
         self.target = ""
         self.stop: Callable[[], Awaitable[None]]
 
@@ -70,7 +72,7 @@ class ScriptedRouter(pb_grpc.RouterServiceServicer):
         try:
             async for response in self.script(request, context):
                 yield response
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, GeneratorExit):  # the latter where grpc was about to send
             self.cancelled.set()
             raise
 
@@ -78,6 +80,9 @@ class ScriptedRouter(pb_grpc.RouterServiceServicer):
         return self.model_pages[int(request.page_token or 0)]
 
     async def GetFleet(self, request, context):  # type: ignore[no-untyped-def]
+        self.asked.set()
+        if self.silent:
+            await asyncio.Event().wait()
         return self.fleet
 
 

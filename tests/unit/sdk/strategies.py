@@ -27,7 +27,8 @@ layouts = st.builds(
 )  # fmt: skip
 leases = st.builds(Lease, lease_id=text, ttl_s=seconds)
 segments = st.builds(KvSegment, first_block=u32, block_count=u32, size_bytes=u64, crc32c=st.none() | u32)
-locations = st.builds(PeerLocation, text) | st.builds(StoreLocation, text)
+addresses = st.text(min_size=1, max_size=12)
+locations = st.builds(PeerLocation, addresses) | st.builds(StoreLocation, addresses)
 sampling = st.builds(
     values.SamplingParams, temperature=finite, top_k=st.integers(-(2**63), 2**63 - 1), top_p=finite, min_p=finite, seed=u64,
     repetition_penalty=finite, presence_penalty=finite, frequency_penalty=finite, logit_bias=st.dictionaries(u32, finite, max_size=4),

@@ -308,6 +308,31 @@ async def test_the_fleet_comes_with_loads_and_both_values_of_each_difference(rou
     assert [(d.field, d.prefill_value, d.decode_value) for d in pair.differences] == [("block_size", "16", "32")]
 
 
+@pytest.mark.parametrize("way", ["close", "cancel", "deadline", "death"])
+async def test_a_question_without_an_answer_ends_in_each_way_as_it_should(router: ScriptedRouter, way: str) -> None:
+    router.silent = True
+    async with client_of(router) as client:
+        asking = asyncio.create_task(client.fleet(timeout=0.2 if way == "deadline" else None))
+        await router.asked.wait()
+        stopping = None
+        if way == "close":
+            await client.aclose()
+        elif way == "cancel":
+            asking.cancel()
+        elif way == "death":
+            stopping = asyncio.create_task(router.stop())
+        expected = {
+            "close": errors.CancelledByClientError,
+            "cancel": asyncio.CancelledError,
+            "deadline": errors.DeadlineExceededError,
+            "death": errors.UnavailableError,
+        }[way]
+        with pytest.raises(expected):
+            await asking
+        if stopping is not None:
+            await stopping
+
+
 async def test_a_current_opentelemetry_span_is_continued(router: ScriptedRouter) -> None:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.trace import use_span

@@ -121,6 +121,7 @@ FORGERIES: dict[str, Callable[[handle_pb2.KvHandle], object]] = {
     "block size 0": lambda m: setattr(m.layout, "block_size", 0),
     "too many hashes": lambda m: m.block_hashes.extend([bytes(32)] * 3),
     "short hash": lambda m: m.block_hashes.__setitem__(0, bytes(31)),
+    "no address": lambda m: setattr(m.locations[0].peer, "address", ""),
     "no digest": lambda m: setattr(m, "prompt_digest", b""),
 }
 
