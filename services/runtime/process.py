@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable
 from typing import TextIO
+from weakref import WeakKeyDictionary
 
 from services.runtime.server import ServiceServer
 
@@ -18,16 +19,29 @@ ORPHAN_GRACE_S = 20.0
 """An orphan that has not drained by then is ended hard."""
 
 
+# Signals belong to the process, so this does too: by loop, the future that the first signal resolves.
+_stops: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Future[str]] = WeakKeyDictionary()
+
+
 def announce_ready(role: str, address: str, worker_id: str = "", out: TextIO | None = None) -> None:
-    """The one line a service prints to stdout, once it serves; whoever started it reads it to know the address."""
+    """Prints the one line a service writes to stdout, once it serves; whoever started it reads it to know the address.
+
+    From here on signals stop the service in order: whoever has read the line may send one at once. Call it on the loop.
+    """
+    _stop_signal(asyncio.get_running_loop())
     line = json.dumps({"event": "ready", "role": role, "address": address, "worker_id": worker_id, "pid": os.getpid()})
     print(line, file=out or sys.stdout, flush=True)
 
 
 async def wait_for_stop() -> str:
     """Returns at SIGTERM or SIGINT with its name; a second signal ends the process at once."""
-    loop = asyncio.get_running_loop()
-    stop: asyncio.Future[str] = loop.create_future()
+    return await asyncio.shield(_stop_signal(asyncio.get_running_loop()))
+
+
+def _stop_signal(loop: asyncio.AbstractEventLoop) -> asyncio.Future[str]:
+    if loop in _stops:
+        return _stops[loop]
+    stop = _stops[loop] = loop.create_future()
 
     def on_signal(number: signal.Signals) -> None:
         if stop.done():
@@ -36,7 +50,7 @@ async def wait_for_stop() -> str:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number)
-    return await stop
+    return stop
 
 
 async def run_until_stopped(
