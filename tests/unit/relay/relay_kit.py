@@ -88,6 +88,13 @@ async def spin(turns: int = 30) -> None:
         await asyncio.sleep(0)
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    """For what other threads and sockets bring about."""
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
 Warp = Callable[[AsyncIterator[PullEvent]], AsyncGenerator[PullEvent, None]]
 
 
