@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 
 from kvrelay import hashing
-from kvrelay.errors import FingerprintMismatchError, PromptMismatchError
+from kvrelay.errors import FingerprintMismatchError, HandleForgedError, PromptMismatchError
 from kvrelay.handle import KvHandle, check_compatible
 from kvrelay.values import FinishReason, Usage, WorkerMarks
 from services.engine.api import Admitted, EnginePort, EngineRequest, EngineStream, Finished, PrefillProgress, TokenDrawn
@@ -31,8 +31,8 @@ class Decoder:
     def decode(self, job: Job, handle: KvHandle | None) -> AsyncGenerator[DecodeEvent, None]:
         """`DecodeAccepted`, with a handle `KvReady`, then `DecodeToken`s (from index 1 with a handle, else 0), then `DecodeDone`.
 
-        Raises `FingerprintMismatchError`, `LayoutMismatchError`, `PromptMismatchError`, `OverloadedError` and the
-        `InvalidRequestError`s before `DecodeAccepted`; the other `HandleError`s and `KvTransferError` before `KvReady`.
+        Raises `FingerprintMismatchError`, `LayoutMismatchError`, `PromptMismatchError`, `HandleForgedError`, `OverloadedError` and
+        the `InvalidRequestError`s before `DecodeAccepted`; the other `HandleError`s and `KvTransferError` before `KvReady`.
         """
         if job.fingerprint != self._engine.identity.fingerprint:
             raise FingerprintMismatchError(
@@ -69,9 +69,11 @@ class Decoder:
                         yield DecodeDone(finish_reason, usage, marks)
 
     async def _split(self, job: Job, handle: KvHandle) -> AsyncGenerator[DecodeEvent, None]:
-        digest = await run_off_loop(self._digest, job)
+        hashes, digest = await run_off_loop(self._hash, job)
         if digest != handle.prompt_digest:
             raise PromptMismatchError("the handle holds the KV of another prompt", handle=handle.name)
+        if (handle.token_start, handle.token_end, tuple(handle.block_hashes)) != (0, len(job.token_ids), hashes):
+            raise HandleForgedError("the handle's tokens are not those that its digest binds", handle=handle.name)
         trace = self._phases.begin(job.request_id)
         async with self._engine.open(_request(job, hold=True)) as stream:
             admitted = await self._admitted(stream, handle)
@@ -112,10 +114,12 @@ class Decoder:
         assert isinstance(admitted, Admitted)
         return admitted
 
-    def _digest(self, job: Job) -> bytes:
+    def _hash(self, job: Job) -> tuple[tuple[bytes, ...], bytes]:
+        """Block hashes and digest of the prompt."""
         assert_off_loop("hashing a prompt")
         root = hashing.root_hash(self._engine.identity.fingerprint, job.cache_salt)
-        return hashing.prompt_digest(root, job.token_ids, self._engine.layout.block_size)
+        block_size = self._engine.layout.block_size
+        return tuple(hashing.block_hashes(root, job.token_ids, block_size)), hashing.prompt_digest(root, job.token_ids, block_size)
 
 
 def _request(job: Job, *, hold: bool) -> EngineRequest:

@@ -118,7 +118,7 @@ class GrpcTransfer:
         self._channels = channels
 
     def reaches(self, location: Location) -> bool:
-        return isinstance(location, PeerLocation)
+        return isinstance(location, PeerLocation) and bool(location.address)
 
     async def pull(self, location: Location, request: PullRequest, *, timeout_s: float) -> AsyncGenerator[PullEvent, None]:
         call = self._stub(location).PullKv(pull_request_to_proto(request), timeout=grpc_timeout(timeout_s))
