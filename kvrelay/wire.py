@@ -192,6 +192,7 @@ def handle_from_proto(message: handle_pb2.KvHandle) -> KvHandle:
     require(all(len(h) == HASH_BYTES for h in message.block_hashes), f"a block hash is not {HASH_BYTES} bytes long")
     require(len(message.prompt_digest) == HASH_BYTES, f"the prompt digest is not {HASH_BYTES} bytes long")
     locations = [location_from_proto(x) for x in message.locations]
+    require(all(x is None or x.address for x in locations), "a location without an address")
     return KvHandle(
         name=message.name,
         state=states[message.state],

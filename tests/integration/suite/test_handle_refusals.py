@@ -272,7 +272,7 @@ async def test_a_cancelled_prefill_ends_its_handle_and_whoever_pulls_it(world: W
         ("no secret", lambda w: {"lease": handle_pb2.Lease()}, PROMPT, HandleForgedError),
         ("no place", lambda w: {"locations": []}, PROMPT, KvTransferError),
         ("a place where nobody is", lambda w: {"locations": [at("127.0.0.1:1")]}, PROMPT, KvTransferError),
-        ("a place that is none", lambda w: {"locations": [at("")]}, PROMPT, KvTransferError),
+        ("a place that is none", lambda w: {"locations": [at("")]}, PROMPT, HandleForgedError),
         ("a place that holds no KV", lambda w: {"locations": [at(w.decode)]}, PROMPT, KvTransferError),
     ],
 )
