@@ -237,7 +237,7 @@ async def test_a_worker_that_goes_mid_stream_is_lost(worker: ScriptedWorker, wor
 async def test_a_passed_deadline_is_typed(worker: ScriptedWorker, workers: GrpcWorkers) -> None:
     worker.ending = silence
     with pytest.raises(errors.DeadlineExceededError):
-        [e async for e in workers.prefill(worker.info, JOB, timeout_s=0.1)]
+        [e async for e in workers.prefill(worker.info, JOB, timeout_s=1.0)]
     await asyncio.wait_for(worker.cancelled.wait(), 10)
 
 
