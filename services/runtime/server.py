@@ -106,6 +106,7 @@ class ServiceServer:
         try:
             self._port = server.add_insecure_port(address)
         except RuntimeError as error:
+            await server.stop(None)
             raise ConfigError(f"cannot listen on {address}: taken, or not an address of this host", setting="port") from error
         self._server = server
         await server.start()

@@ -54,6 +54,8 @@ class TracedChannel(grpc.aio.Channel):
         attributes: Mapping[str, str | int] = {names.RPC_SYSTEM_NAME: "grpc", names.RPC_METHOD: name, **self._peer}
 
         def call(request: Any = None, *, metadata: Any = None, **options: Any) -> Any:
+            # The name under which grpc's own stream methods take it.
+            request = options.pop("request_iterator", request)
             span = self._tracer.start_span(name, kind=SpanKind.CLIENT, attributes=attributes)
             headers = inject(trace.set_span_in_context(span))
             try:

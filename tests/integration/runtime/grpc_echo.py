@@ -22,8 +22,8 @@ SERVICE = "kvrelay.test.Echo"
 class Echo:
     """Methods that a test replaces."""
 
-    def __init__(self, **methods: Any) -> None:
-        self.methods = methods
+    def __init__(self, parse: Any = None, serialise: Any = None, **methods: Any) -> None:
+        self.parse, self.serialise, self.methods = parse, serialise, methods
 
     def add_to(self, _: Any, server: Any) -> None:
         kinds = {
@@ -32,7 +32,7 @@ class Echo:
             "collect": grpc.stream_unary_rpc_method_handler,
             "chat": grpc.stream_stream_rpc_method_handler,
         }
-        handlers = {name: kinds[name](method) for name, method in self.methods.items()}
+        handlers = {name: kinds[name](method, self.parse, self.serialise) for name, method in self.methods.items()}
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
 
 

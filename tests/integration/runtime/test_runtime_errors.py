@@ -174,3 +174,54 @@ async def test_a_cancelled_handler_is_not_turned_into_an_error(caplog: pytest.Lo
             call.cancel()
             await ended.wait()
     assert caplog.text == ""
+
+
+@pytest.mark.parametrize("method", ["unary", "stream", "collect", "chat"])
+async def test_a_malformed_request_is_a_typed_error_without_the_parsers_text(method: str) -> None:
+    def parse(data: bytes) -> Any:
+        raise ValueError("secret")
+
+    async def single(request: Any, context: Any) -> bytes:
+        if method == "collect":
+            async for _ in request:
+                pass
+        return b""
+
+    async def many(request: Any, context: Any) -> Any:
+        if method == "chat":
+            async for _ in request:
+                pass
+        yield b""
+
+    async with serve(parse=parse, unary=single, stream=many, collect=single, chat=many) as served:
+        error = await failure(call_each_kind(served, method))
+    # Messages of a stream are read by the handler, so there it is the handler's error.
+    assert type(error) is (errors.InternalError if method in ("collect", "chat") else errors.InvalidRequestError)
+    assert "secret" not in error.message
+
+
+@pytest.mark.parametrize("method", ["unary", "stream", "collect", "chat"])
+async def test_a_response_that_cannot_be_serialised_is_internal_and_its_text_withheld(
+    method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def serialise(response: Any) -> bytes:
+        raise TypeError("secret")
+
+    async def single(request: Any, context: Any) -> object:
+        return object()
+
+    async def many(request: Any, context: Any) -> Any:
+        yield object()
+
+    async with serve(serialise=serialise, unary=single, stream=many, collect=single, chat=many) as served:
+        error = await failure(call_each_kind(served, method))
+    assert type(error) is errors.InternalError and "secret" not in error.message and "secret" in caplog.text
+
+
+async def test_handlers_that_read_and_write_through_the_context_get_and_give_messages() -> None:
+    async def chat(request: Any, context: Any) -> None:
+        while (message := await context.read()) is not grpc.aio.EOF:
+            await context.write((*message, b"!"))
+
+    async with serve(parse=lambda data: (data,), serialise=b"".join, chat=chat) as served:
+        assert await call_each_kind(served, "chat") == [b"q!"]
