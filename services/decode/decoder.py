@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack
 
 from kvrelay import hashing
-from kvrelay.errors import FingerprintMismatchError, HandleForgedError, PromptMismatchError
+from kvrelay.errors import FingerprintMismatchError, HandleError, HandleForgedError, PromptMismatchError
 from kvrelay.handle import KvHandle, check_compatible
 from kvrelay.values import FinishReason, Usage, WorkerMarks
 from services.engine.api import Admitted, EnginePort, EngineRequest, EngineStream, Finished, PrefillProgress, TokenDrawn
@@ -69,48 +70,58 @@ class Decoder:
                         yield DecodeDone(finish_reason, usage, marks)
 
     async def _split(self, job: Job, handle: KvHandle) -> AsyncGenerator[DecodeEvent, None]:
+        trace = self._phases.begin(job.request_id)
+        async with AsyncExitStack() as until_pulled:
+            # However this ends before a pull has ended the handle: the holder need not wait for the lease to run out.
+            until_pulled.push_async_callback(self._puller.release, handle)
+            try:
+                digest = await self._check_content(job, handle)
+            except HandleError:
+                # Refused, so somebody else's: not ours to end.
+                until_pulled.pop_all()
+                raise
+            async with self._engine.open(_request(job, hold=True)) as stream:
+                admitted = await self._admitted(stream, handle)
+                yield DecodeAccepted(admitted.cached_tokens)
+                pull_start = self._clock.time_ns()
+                result = await self._puller.pull(
+                    handle,
+                    prompt_digest=digest,
+                    pages=admitted.pages,
+                    first_block=admitted.cached_tokens // self._engine.layout.block_size,
+                    timeout_s=remaining_s(),
+                )
+                until_pulled.pop_all()
+                trace.transfer(pull_start, self._clock.time_ns(), result.stats, result.prefill_end_ns, admitted.cached_tokens)
+                if result.finished:
+                    # Prefill's own token ended the answer: there is nothing to decode.
+                    yield KvReady(result.stats)
+                    yield _finished_by_prefill(job, admitted.cached_tokens, result)
+                    return
+                stream.resume(len(job.token_ids), result.first_token_id)
+                yield KvReady(result.stats)
+                async for event in stream:
+                    match event:
+                        case TokenDrawn(token=token):
+                            yield DecodeToken(token)
+                        case Finished(finish_reason=finish_reason, usage=usage, marks=marks):
+                            assert finish_reason is not None
+                            trace.decode(marks, usage)
+                            yield DecodeDone(finish_reason, usage, marks, result.stats)
+
+    async def _check_content(self, job: Job, handle: KvHandle) -> bytes:
+        """The prompt's digest; raises unless the handle is bound to this very prompt."""
         hashes, digest = await run_off_loop(self._hash, job)
         if digest != handle.prompt_digest:
             raise PromptMismatchError("the handle holds the KV of another prompt", handle=handle.name)
         if (handle.token_start, handle.token_end, tuple(handle.block_hashes)) != (0, len(job.token_ids), hashes):
             raise HandleForgedError("the handle's tokens are not those that its digest binds", handle=handle.name)
-        trace = self._phases.begin(job.request_id)
-        async with self._engine.open(_request(job, hold=True)) as stream:
-            admitted = await self._admitted(stream, handle)
-            yield DecodeAccepted(admitted.cached_tokens)
-            pull_start = self._clock.time_ns()
-            result = await self._puller.pull(
-                handle,
-                prompt_digest=digest,
-                pages=admitted.pages,
-                first_block=admitted.cached_tokens // self._engine.layout.block_size,
-                timeout_s=remaining_s(),
-            )
-            trace.transfer(pull_start, self._clock.time_ns(), result.stats, result.prefill_end_ns, admitted.cached_tokens)
-            if result.finished:
-                # Prefill's own token ended the answer: there is nothing to decode.
-                yield KvReady(result.stats)
-                yield _finished_by_prefill(job, admitted.cached_tokens, result)
-                return
-            stream.resume(len(job.token_ids), result.first_token_id)
-            yield KvReady(result.stats)
-            async for event in stream:
-                match event:
-                    case TokenDrawn(token=token):
-                        yield DecodeToken(token)
-                    case Finished(finish_reason=finish_reason, usage=usage, marks=marks):
-                        assert finish_reason is not None
-                        trace.decode(marks, usage)
-                        yield DecodeDone(finish_reason, usage, marks, result.stats)
+        return digest
 
     async def _admitted(self, stream: EngineStream, handle: KvHandle) -> Admitted:
-        """Waits for pages and keeps the handle alive meanwhile; lets go of it if that fails."""
-        try:
-            async with self._puller.keep_alive(handle):
-                admitted = await anext(stream)
-        except BaseException:
-            await self._puller.release(handle)
-            raise
+        """Waits for pages and keeps the handle alive meanwhile."""
+        async with self._puller.keep_alive(handle):
+            admitted = await anext(stream)
         assert isinstance(admitted, Admitted)
         return admitted
 
