@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import kvrelay
 from kvrelay.values import Completion, Token
 from services.launcher.plan import router_processes
-from services.launcher.suite import connectable, wait_until_answering
+from services.launcher.suite import connectable
 from tests.suite import Suite
 
 PATHS = ("split", "local", "colocated")
@@ -20,6 +20,7 @@ PATHS = ("split", "local", "colocated")
 both there because the mode is colocated."""
 NEVER_SPLIT = 1 << 20
 PATIENCE_S = 100.0
+POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,24 +88,24 @@ class Fleet:
 @contextlib.asynccontextmanager
 async def fleet(model: Path, paths: Sequence[str] = PATHS, **settings: Any) -> AsyncIterator[Fleet]:
     """Workers, store and a router for each path; usable in a fixture. The paths beside split are routers of their own."""
-    async with kept(Suite(model, mode="split", **settings)) as suite, contextlib.AsyncExitStack() as stack:
-        clients = {"split": suite.client}
-        for path in paths:
-            if path != "split":
-                clients[path] = await stack.enter_async_context(kvrelay.AsyncClient(await _router(suite, path)))
+    async with kept(Suite(model, mode="split", **settings)) as suite, _clients(suite, paths) as clients:
         yield Fleet(suite, clients)
 
 
 @contextlib.asynccontextmanager
-async def fleet_of_budgets(model: Path, *, prefill: int, decode: int, **settings: Any) -> AsyncIterator[Fleet]:
-    """A `fleet` whose two workers compute different numbers of tokens a step."""
-    async with (
-        kept(Suite(model, mode="hybrid", prefill=0, split_threshold_tokens=0, max_num_batched_tokens=decode, **settings)) as suite,
-        contextlib.AsyncExitStack() as stack,
-    ):
-        await suite.start_worker("prefill", 0, max_num_batched_tokens=prefill)
-        clients = {path: await stack.enter_async_context(kvrelay.AsyncClient(await _router(suite, path))) for path in PATHS}
-        yield Fleet(suite, clients)
+async def fleet_of_models(
+    workers: Mapping[str, Sequence[Mapping[str, Any]]], paths: Sequence[str], **settings: Any
+) -> AsyncIterator[Fleet]:
+    """A fleet of unlike workers: a role's list has the settings of each; the first decode worker is the suite's own."""
+    own, *others = workers["decode"]
+    async with kept(Suite(**{"mode": "hybrid", "prefill": 0, "split_threshold_tokens": 0, **settings, **own})) as suite:
+        async with asyncio.TaskGroup() as group:
+            for index, worker in enumerate(workers["prefill"]):
+                group.create_task(suite.start_worker("prefill", index, **worker))
+            for index, worker in enumerate(others, 1):
+                group.create_task(suite.start_worker("decode", index, **worker))
+        async with _clients(suite, paths) as clients:
+            yield Fleet(suite, clients)
 
 
 @contextlib.asynccontextmanager
@@ -132,18 +133,33 @@ async def kept(suite: Suite) -> AsyncIterator[Suite]:
         await task
 
 
-async def _router(suite: Suite, path: str) -> str:
-    """Starts one more router over the same workers; its address."""
-    mode = "hybrid" if path == "local" else path
-    settings = replace(suite.settings, mode=mode, port=0, split_threshold_tokens=NEVER_SPLIT)
-    (spec,) = router_processes(settings, suite.running.redis_url)
-    (ready,) = await suite.supervisor.start([replace(spec, name=f"router-{path}")])
-    address = connectable(ready.address)
-    await wait_until_answering(address, suite.settings.start_timeout_s)
-    async with asyncio.timeout(PATIENCE_S), kvrelay.AsyncClient(address) as client:
-        while {worker.role for worker in (await client.fleet()).workers} != {"prefill", "decode"}:
-            await asyncio.sleep(0.05)
-    return address
+@contextlib.asynccontextmanager
+async def _clients(suite: Suite, paths: Sequence[str]) -> AsyncIterator[dict[str, kvrelay.AsyncClient]]:
+    """A client for each path, with routers of their own for local and colocated; every worker is known to all of them."""
+    specs = []
+    for path in paths:
+        if path != "split":
+            mode = "hybrid" if path == "local" else path
+            settings = replace(suite.settings, mode=mode, port=0, split_threshold_tokens=NEVER_SPLIT)
+            (spec,) = router_processes(settings, suite.running.redis_url)
+            specs.append(replace(spec, name=f"router-{path}"))
+    ready = await suite.supervisor.start(specs)
+    addresses = {spec.name.removeprefix("router-"): connectable(each.address) for spec, each in zip(specs, ready, strict=True)}
+    workers = sum(suite.spec(name).role in ("prefill", "decode") for name in suite.names)
+    async with contextlib.AsyncExitStack() as stack:
+        clients = {path: await stack.enter_async_context(kvrelay.AsyncClient(address)) for path, address in addresses.items()}
+        clients["split"] = suite.client
+        for client in clients.values():
+            await _sees(client, workers)
+        yield clients
+
+
+async def _sees(client: kvrelay.AsyncClient, workers: int) -> None:
+    for _ in range(int(PATIENCE_S / POLL_S)):
+        if sum(worker.role in ("prefill", "decode") for worker in (await client.fleet()).workers) >= workers:
+            return
+        await asyncio.sleep(POLL_S)
+    raise TimeoutError(f"the router at {client.target} does not know all of {workers} workers")
 
 
 def differences(wanted: Sequence[Seen], got: Sequence[Seen]) -> str:

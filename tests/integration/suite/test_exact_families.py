@@ -1,18 +1,22 @@
-"""The same bits on every path through real processes: tiny models of each family, workers of different chunk budgets."""
+"""The same bits on every path through real processes: tiny models of each family, served side by side by workers of unlike budgets."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import AsyncIterator
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 import torch
 
 from services.engine.api import EngineRequest
 from services.engine.model import load_model
-from tests.integration.suite.paths_kit import PATHS, Ask, Seen, differences, fleet_of_budgets
+from tests.integration.suite.paths_kit import Ask, Fleet, Seen, differences, fleet_of_models
 from tests.integration.test_engine import DTYPES, Worker, random_requests
 from tests.tiny_models import write_tiny_model
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]
 
 CASES = {
     "llama": ("float32", 64, 4096),
@@ -22,6 +26,24 @@ CASES = {
 }
 """Family: dtype, chunk budget of prefill and of decode; 4096 is more than any prompt here."""
 REQUESTS = 30
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("served")
+    return {family: write_tiny_model(root / family, family, seed=21) for family in CASES}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def families(folders: dict[str, Path]) -> AsyncIterator[Fleet]:
+    """One router in front of all four models."""
+
+    def settings(budget: int) -> list[dict[str, object]]:
+        return [{"model": str(folders[family]), "dtype": case[0], "max_num_batched_tokens": case[budget]} for family, case in CASES.items()]
+
+    workers = {"prefill": settings(1), "decode": settings(2)}
+    async with fleet_of_models(workers, ("split", "local"), start_timeout_s=200.0) as fleet:
+        yield fleet
 
 
 def ask_of(request: EngineRequest) -> Ask:
@@ -35,35 +57,34 @@ def in_process(folder: Path, dtype: str, requests: list[EngineRequest]) -> list[
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        model = load_model(folder, DTYPES[dtype])
-        return [[token.token_id for token in Worker(model, folder, budget=4096).answers([request])[0]] for request in requests]
+        worker = Worker(load_model(folder, DTYPES[dtype]), folder, budget=4096)
+        # With salts of their own none finds another's blocks.
+        answers = worker.answers([replace(request, cache_salt=request.request_id) for request in requests], together=1)
     finally:
         torch.set_num_threads(before)
+    return [[token.token_id for token in answer] for answer in answers]
 
 
 @pytest.mark.parametrize("family", CASES)
-async def test_every_path_gives_the_same_bits_alone_and_eight_at_a_time_cold_and_warm(family: str, tmp_path: Path) -> None:
-    dtype, prefill_budget, decode_budget = CASES[family]
-    folder = write_tiny_model(tmp_path / family, family, seed=21)
+async def test_every_path_gives_the_same_bits_alone_and_eight_at_a_time_cold_and_warm(
+    families: Fleet, folders: dict[str, Path], family: str
+) -> None:
     requests = random_requests(len(family), REQUESTS)
     asks = [ask_of(request) for request in requests]
-    expected = in_process(folder, dtype, requests)
-    async with fleet_of_budgets(folder, prefill=prefill_budget, decode=decode_budget, dtype=dtype) as paths:
-        wanted = await paths.all("split", asks, together=1, cache_salt="alone")
-        assert [seen.ids for seen in wanted] == expected
+    wanted = await families.all("split", asks, together=1, model=family, cache_salt="alone")
+    assert [seen.ids for seen in wanted] == in_process(folders[family], CASES[family][0], requests)
 
-        async def check(path: str, *, salt: str, together: int) -> list[Seen]:
-            seen = await paths.all(path, asks, together=together, cache_salt=salt)
-            assert not (found := differences(wanted, seen)), f"{path}, {salt}, {together} at a time:\n{found}"
-            assert {one.completion.path for one in seen} == {"split" if path == "split" else "local"}
-            return seen
+    async def check(path: str, salt: str, together: int = 8) -> list[Seen]:
+        seen = await families.all(path, asks, together=together, model=family, cache_salt=salt)
+        assert not (found := differences(wanted, seen)), f"{path}, {salt}, {together} at a time:\n{found}"
+        assert {one.completion.path for one in seen} == {path}
+        return seen
 
-        for path in PATHS:
-            await check(path, salt=f"{path} cold", together=8)
-        for path in PATHS:
-            await check(path, salt=f"{path} cold", together=8)  # warm now
-        # The taker has a prefix that its peer lacks, and the other way round.
-        await check("split", salt="local cold", together=8)
-        await check("local", salt="split cold", together=8)
+    await check("split", "one")
+    await check("split", "one")  # both warm
+    await check("local", "one", together=1)  # computed elsewhere, handed over, and taken from the cache now
+    await check("local", "other")
+    await check("local", "other")  # warm
+    await check("split", "other")  # the taker is warm, its peer is not
     kinds = {(seen.completion.finish_reason.value, seen.completion.usage.completion_tokens == 1) for seen in wanted}
     assert len(kinds) >= 3, kinds

