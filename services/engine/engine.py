@@ -98,6 +98,7 @@ class Engine:
         self._idle = True
         self._idle_waiters: list[asyncio.Future[None]] = []
         self._stopped = False
+        self._over = asyncio.Event()
         self._load = EngineLoad()
         self._changes = BlockChangeLog()
         self._core: EngineCore
@@ -188,6 +189,10 @@ class Engine:
         if self._at_rest:
             self._core.check_integrity()
 
+    async def wait_ended(self) -> None:
+        """Returns when the engine takes no more requests: stopped, or its thread has died of an error."""
+        await self._over.wait()
+
     async def wait_idle(self) -> None:
         """Returns when every message is handled and no request can go on (held ones, and finished ones not released, may be open)."""
         while not self._at_rest and not self._stopped:
@@ -249,6 +254,7 @@ class Engine:
 
     def _fail_all(self, error: type[KvRelayError], message: str) -> None:
         self._stopped = True
+        self._over.set()
         for stream in self._streams.values():
             stream.push(Failed(error(message)))
         self._wake()

@@ -71,6 +71,7 @@ async def serve(settings: StoreSettings) -> None:
         )
         server.add(kv_store_service_pb2_grpc.add_KvStoreServiceServicer_to_server, KvStoreServicer(keeper), SERVICE_NAME)
         await server.start()
+        stack.push_async_callback(server.drain)
         keeper.address = f"{settings.advertise or settings.host}:{server.port}"
         server.set_serving("kvstore", True)
 

@@ -60,6 +60,7 @@ async def serve(settings: RouterSettings) -> None:
         servicer = RouterServicer(orchestrator, fleet, admission, mode, clock, max_timeout_s=settings.default_timeout_s)
         server.add(router_service_pb2_grpc.add_RouterServiceServicer_to_server, servicer, SERVICE_NAME)
         await server.start()
+        stack.push_async_callback(server.drain)
         feed = RedisFleetFeed(settings.redis_url, settings.namespace)
         follower = FleetFollower(fleet, feed, clock, mode, server.set_serving, SERVICE_NAME)
         follower.tell_health()

@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvrelay.errors import InternalError
 from kvrelay.inference.v1 import worker_service_pb2_grpc
 from services.engine.demo_model import resolve_model
 from services.engine.engine import Engine, EngineSettings
@@ -85,9 +86,16 @@ class WorkerHost:
             ),
         )
 
+    async def _die_with_engine(self) -> None:
+        """A worker without its engine serves nothing: better to end and be started again."""
+        await self.engine.wait_ended()
+        raise InternalError("the engine thread has died; its log says of what")
+
     async def serve(self, *, settled: Callable[[], Awaitable[None]] | None = None) -> None:
         """Registers, serves until a signal, drains until `settled()` too has returned. The server must have started."""
-        self.server.set_serving(f"model:{self.engine.identity.model}", True)
+        for name in (self.role, f"model:{self.engine.identity.model}"):
+            self.server.set_serving(name, True)
+        self.tasks.create_task(self._die_with_engine(), name="engine watch")
         registry = RedisRegistry(self.settings.redis_url, self.settings.namespace, self.settings.registry_ttl_s)
         heartbeat = Heartbeat(registry, self.describe, self.engine.take_block_changes, interval_s=self.settings.heartbeat_s)
         beating = self.tasks.create_task(heartbeat.run(), name="heartbeat")
@@ -128,6 +136,7 @@ async def worker_host(role: str, settings: WorkerSettings) -> AsyncIterator[Work
             settings.default_timeout_s,
             settings.drain_grace_s,
         )
+        stack.push_async_callback(server.drain)
         tasks = await stack.enter_async_context(background())
         prefixes = PrefixExchange(engine, store)
         if prefixes.enabled:
