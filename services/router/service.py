@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 from kvrelay import wire
@@ -38,12 +39,10 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
     async def Generate(
         self, request: router_service_pb2.GenerateRequest, context: Any
     ) -> AsyncGenerator[router_service_pb2.GenerateResponse, None]:
-        events = self._orchestrator.generate(command_from_proto(request), timeout_s=remaining_s(self._max_timeout_s))
-        try:
+        timeout_s = remaining_s(self._max_timeout_s)
+        async with aclosing(self._orchestrator.generate(command_from_proto(request), timeout_s=timeout_s)) as events:
             async for event in events:
                 yield event_to_proto(event)
-        finally:
-            await events.aclose()
 
     async def ListModels(self, request: router_service_pb2.ListModelsRequest, context: Any) -> router_service_pb2.ListModelsResponse:
         """Sorted by name; a page token is the last name of the page before."""
