@@ -13,6 +13,7 @@ from kvrelay.errors import (
     InvalidMaxTokensError,
     InvalidPromptError,
     InvalidRequestError,
+    InvalidSamplingError,
     InvalidStopError,
     InvalidTokenIdError,
 )
@@ -169,7 +170,10 @@ def _token_ids(items: Sequence[int]) -> Sequence[int]:
 
 
 def _sampling(given: Mapping[str, Any]) -> SamplingParams:
-    logit_bias = {int(token_id): float(bias) for token_id, bias in given.get("logit_bias", {}).items()}
+    try:
+        logit_bias = {int(token_id): float(bias) for token_id, bias in given.get("logit_bias", {}).items()}
+    except (OverflowError, TypeError, ValueError):
+        raise InvalidSamplingError("logit_bias maps token ids to numbers", field="logit_bias") from None
     sampling = SamplingParams(logit_bias=logit_bias, **{name: given[name] for name in _SAMPLING_OPTIONS if name in given})
     sampling.validate()
     _token_ids(list(logit_bias))
