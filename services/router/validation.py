@@ -127,7 +127,7 @@ def check_token_ids(field: str, token_ids: Iterable[int], vocab_size: int) -> No
 
 
 def fit(command: GenerateCommand, prompt_tokens: int, limits: Limits) -> StopConditions:
-    """The stop conditions with max_tokens settled. Raises `PromptTooLongError` or `InvalidMaxTokensError`."""
+    """The stop conditions with max_tokens settled. Raises `PromptTooLongError`, `InvalidMaxTokensError`, or `InvalidSamplingError` for min_tokens."""
     left = limits.max_context_tokens - prompt_tokens
     if left < 1:
         raise PromptTooLongError(
@@ -137,7 +137,12 @@ def fit(command: GenerateCommand, prompt_tokens: int, limits: Limits) -> StopCon
             limit_tokens=limits.max_context_tokens,
         )
     if not command.has_max_tokens:
-        return replace(command.stop, max_tokens=min(DEFAULT_MAX_TOKENS, left))
+        most = min(DEFAULT_MAX_TOKENS, left)
+        if command.sampling.min_tokens > most:
+            raise InvalidSamplingError(
+                f"min_tokens {command.sampling.min_tokens} is over the {most} that are generated at most", field="min_tokens"
+            )
+        return replace(command.stop, max_tokens=most)
     if command.stop.max_tokens > left:
         raise InvalidMaxTokensError(
             f"max_tokens {command.stop.max_tokens} is over the {left} that {prompt_tokens} prompt tokens leave"

@@ -45,9 +45,7 @@ class EngineMachine(RuleBasedStateMachine):
         stop_ids=st.lists(st.integers(1, VOCAB_SIZE - 1), max_size=40),
         min_tokens=st.integers(0, 3),
     )
-    def add(
-        self, prompt: list[int], seed: int, max_tokens: int, kind: str, salt: str, stop_ids: list[int], min_tokens: int
-    ) -> None:
+    def add(self, prompt: list[int], seed: int, max_tokens: int, kind: str, salt: str, stop_ids: list[int], min_tokens: int) -> None:
         self.count += 1
         request = EngineRequest(
             f"r{self.count}",
