@@ -6,6 +6,8 @@ stream through another generator, and lose the call's ending when the caller lea
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from types import TracebackType
 from typing import Any
@@ -18,7 +20,10 @@ from services.runtime import names
 from services.runtime.interceptors.tracing import finish
 from services.runtime.telemetry import inject
 
-_CODES = {code.value[0]: code for code in grpc.StatusCode}
+_CODES = {code.value[0]: code.name for code in grpc.StatusCode}
+_UNSENT_DETAILS = "Internal error from Core"
+"""grpc.aio's first word on a call whose server answered before it had taken all requests; the server's status replaces it."""
+_SETTLE_S = 0.1
 
 
 class TracedChannel(grpc.aio.Channel):
@@ -63,7 +68,7 @@ class TracedChannel(grpc.aio.Channel):
             except BaseException as error:
                 finish(span, type(error).__qualname__, failed=True)
                 raise
-            _when_done(started, lambda code: finish(span, code, failed=code != "OK"))
+            _when_done(started, lambda code, ended_ns: finish(span, code, failed=code != "OK", end_ns=ended_ns))
             return _Stream(started) if streams else started
 
         return call
@@ -124,26 +129,31 @@ async def _messages(call: Any) -> AsyncGenerator[Any, None]:
         call.cancel()
 
 
-def _when_done(call: Any, callback: Callable[[str], None]) -> None:
-    """Calls back with the status once the call is over.
+def _when_done(call: Any, callback: Callable[[str, int], None]) -> None:
+    """Calls back with the status and the time in nanoseconds, once the call is over.
 
     The public `add_done_callback` makes the pending call refer to itself: one that its caller dropped would never be collected, so never
     cancelled. The core call beneath it lives and ends by itself.
     """
-    core = getattr(call, "_cython_call", None)
-    if core is None:
-        call.add_done_callback(lambda ended: callback(_ended_code(ended.code())))
-    else:
-        core.add_done_callback(lambda: callback(_ended_code(core.status())))
+    core = call._cython_call
+
+    def done() -> None:
+        ended_ns = time.time_ns()
+        code, details = _ended(core.status())
+        if details == _UNSENT_DETAILS:
+            asyncio.get_running_loop().call_later(_SETTLE_S, lambda: callback(_ended(core.status())[0], ended_ns))
+        else:
+            callback(code, ended_ns)
+
+    core.add_done_callback(done)
 
 
-def _ended_code(reading: Coroutine[Any, Any, Any]) -> str:
-    """The code of an ended call, from a coroutine that has nothing left to wait for."""
+def _ended(reading: Coroutine[Any, Any, Any]) -> tuple[str, str]:
+    """Code and details of an ended call, from a coroutine that has nothing left to wait for."""
     try:
         reading.send(None)
     except StopIteration as ended:
-        code = ended.value if isinstance(ended.value, grpc.StatusCode) else _CODES.get(ended.value.code())
-        return code.name if code is not None else "UNKNOWN"
+        return _CODES.get(ended.value.code(), "UNKNOWN"), ended.value.details() or ""
     finally:
         reading.close()
-    return "UNKNOWN"
+    return "UNKNOWN", ""

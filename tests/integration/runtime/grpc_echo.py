@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -48,9 +49,12 @@ class Recorder:
     def named(self, name: str, kind: str | None = None) -> list[Any]:
         return [span for span in self.exporter.get_finished_spans() if span.name == name and kind in (None, span.kind.name)]
 
-    def method(self, method: str, kind: str) -> Any:
-        spans = self.named(f"{SERVICE}/{method}", kind)
-        assert len(spans) == 1, [(span.name, span.kind) for span in self.exporter.get_finished_spans()]
+    async def ended(self, method: str, kind: str) -> Any:
+        """The one span of a method, when it has ended: a call's spans may end a little after the call."""
+        async with asyncio.timeout(10):
+            while not (spans := self.named(f"{SERVICE}/{method}", kind)):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert len(spans) == 1, spans
         return spans[0]
 
 

@@ -64,7 +64,7 @@ async def test_a_typed_error_crosses_with_class_message_fields_and_retry_hint(me
 async def test_the_text_of_an_unknown_error_stays_in_the_log_beside_its_trace_id(method: str, caplog: pytest.LogCaptureFixture) -> None:
     async with serve(**raising(KeyError("secret-path"))) as served:
         error = await failure(call_each_kind(served, method))
-    trace_id = f"{served.recorder.method(method, 'SERVER').context.trace_id:032x}"
+    trace_id = f"{(await served.recorder.ended(method, 'SERVER')).context.trace_id:032x}"
     assert type(error) is errors.InternalError
     assert "secret" not in str(error) + repr(error.fields)
     assert trace_id in error.message
@@ -103,7 +103,7 @@ async def test_a_handlers_own_abort_passes_untouched() -> None:
     async with serve(unary=handler) as served:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await served.call("unary")(b"", timeout=10)
-    span = served.recorder.method("unary", "SERVER")
+    span = await served.recorder.ended("unary", "SERVER")
     assert (caught.value.code(), caught.value.details()) == (grpc.StatusCode.OUT_OF_RANGE, "mine")
     assert span.attributes["rpc.status_code"] == "OUT_OF_RANGE"
 
