@@ -127,7 +127,7 @@ def check_token_ids(field: str, token_ids: Iterable[int], vocab_size: int) -> No
 
 
 def fit(command: GenerateCommand, prompt_tokens: int, limits: Limits) -> StopConditions:
-    """The stop conditions with max_tokens settled. Raises `PromptTooLongError`, `InvalidMaxTokensError`, or `InvalidSamplingError` for min_tokens."""
+    """The stop conditions with max_tokens settled. Raises `PromptTooLongError`, `InvalidMaxTokensError` or `InvalidSamplingError`."""
     left = limits.max_context_tokens - prompt_tokens
     if left < 1:
         raise PromptTooLongError(
