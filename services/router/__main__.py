@@ -38,10 +38,11 @@ async def serve(settings: RouterSettings) -> None:
         workers = GrpcWorkers(channels)
         fleet = Fleet(FleetTimes(down_s=settings.worker_down_s))
         admission = Admission(AdmissionLimits(settings.max_in_flight, settings.max_waiting, settings.max_wait_s), clock)
+        tokenizers = Tokenizers(workers, fetch_timeout_s=settings.tokenizer_timeout_s)
         orchestrator = Orchestrator(
             fleet=fleet,
             workers=workers,
-            tokenizers=Tokenizers(workers, fetch_timeout_s=settings.tokenizer_timeout_s),
+            tokenizers=tokenizers,
             admission=admission,
             policy=Policy(mode, settings.split_threshold_tokens, settings.prefill_backlog_limit_tokens),
             clock=clock,
@@ -70,6 +71,7 @@ async def serve(settings: RouterSettings) -> None:
 
         async with background() as tasks:
             tasks.create_task(follower.run(), name="fleet feed")
+            tasks.create_task(follower.warm(tokenizers), name="tokenizers")
             announce_ready("router", f"{settings.advertise or settings.host}:{server.port}", router_id)
             await run_until_stopped(server, before_drain=turn_away)
 

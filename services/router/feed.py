@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 from services.router.fleet import Fleet
 from services.router.placement import Mode
+from services.router.tokenization import Tokenizers
 from services.runtime.clock import Clock
 from services.runtime.ports import FleetFeedPort
 
@@ -28,6 +30,12 @@ class FleetFollower:
         async for event in self._feed.events():
             self._fleet.apply(event, self._clock.monotonic())
             self.tell_health()
+
+    async def warm(self, tokenizers: Tokenizers, interval_s: float = 1.0) -> None:
+        """Has tokenizers ready before the first request for a model; ends only by cancellation."""
+        while True:
+            await tokenizers.warm(self._fleet.tokenizers())
+            await asyncio.sleep(interval_s)
 
     def tell_health(self) -> None:
         """The process serves once the fleet is known; each model ('model:<name>') while something can decode it."""

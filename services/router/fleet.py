@@ -183,33 +183,21 @@ class Fleet:
         text = f"no model {name!r}" if name else "several models are served: name one"
         raise UnknownModelError(f"{text}; known: {', '.join(known)}", model=name, known=",".join(known), field="model")
 
-    def choose_revision(self, model: str, mode: Mode) -> Revision:
+    def choose_revision(self, model: str, mode: Mode, now: float) -> Revision:
         """The version new requests for `model` get: one with every role the mode needs, then most ready workers, then newest.
 
-        Raises `NoWorkerError` when no version can serve.
+        Workers on the down list do not count while any version can do without them. Raises `NoWorkerError`.
         """
-        ready: dict[Revision, list[WorkerInfo]] = {}
-        for entry in self._entries.values():
-            if entry.revision is not None and entry.revision.model == model and entry.worker.state == "ready":
-                ready.setdefault(entry.revision, []).append(entry.worker)
-
-        def rank(revision: Revision) -> tuple[bool, int, int, bytes]:
-            workers = ready[revision]
-            complete = _needed(mode) <= {worker.role for worker in workers}
-            # The oldest life tells when a version came: a restart does not make it new.
-            return complete, len(workers), min(worker.incarnation for worker in workers), revision.fingerprint
-
-        able = [revision for revision, workers in ready.items() if any(worker.role == "decode" for worker in workers)]
-        if not able:
+        entries = self._ready_of(model)
+        up = [e for e in entries if now >= e.down_until]
+        revision = _best_revision(up, mode) or _best_revision(entries, mode)
+        if revision is None:
             raise NoWorkerError(f"no decode worker is ready for model {model!r}", role="decode", model=model)
-        return max(able, key=rank)
+        return revision
 
     def model_state(self, model: str, mode: Mode) -> ModelState:
         """Of one of `models()`; where nothing can decode it, of the version of its last comer."""
-        try:
-            revision = self.choose_revision(model, mode)
-        except NoWorkerError:
-            revision = None
+        revision = _best_revision(self._ready_of(model), mode)
         entries = [e for e in self._entries.values() if e.revision is not None and e.revision.model == model]
         if revision is not None:
             entries = [e for e in entries if e.revision == revision]
@@ -235,6 +223,14 @@ class Fleet:
         if not workers:
             raise NoWorkerError(f"no decode worker is ready for model {revision.model!r}", role="decode", model=revision.model)
         return Limits(max(map(_context_tokens, workers)), min(worker.vocab_size for worker in workers))
+
+    def tokenizers(self) -> dict[str, list[WorkerInfo]]:
+        """Every tokenizer's digest, with the ready workers that have it."""
+        found: dict[str, list[WorkerInfo]] = {}
+        for entry in self._entries.values():
+            if entry.revision is not None and entry.worker.state == "ready":
+                found.setdefault(entry.revision.tokenizer_digest, []).append(entry.worker)
+        return found
 
     def candidates(self, revision: Revision, role: str, hashes: Sequence[bytes], prompt_tokens: int, now: float) -> list[Candidate]:
         """Ready workers with corrected load and prefix hit. Down ones only for 'decode' and only when all are: nothing can
@@ -271,6 +267,10 @@ class Fleet:
 
     # --- inside ----------------------------------------------------------------------------------------------------------------
 
+    def _ready_of(self, model: str) -> list[_Entry]:
+        ready = (e for e in self._entries.values() if e.worker.state == "ready")
+        return [e for e in ready if e.revision is not None and e.revision.model == model]
+
     def _ready_entries(self, revision: Revision, role: str) -> list[_Entry]:
         return [e for e in self._entries.values() if e.revision == revision and e.worker.role == role and e.worker.state == "ready"]
 
@@ -287,6 +287,23 @@ def _revision(worker: WorkerInfo) -> Revision | None:
     if worker.role not in ROLES or worker.identity is None or worker.layout is None:
         return None
     return Revision(worker.identity.model, worker.identity.fingerprint, worker.layout, worker.identity.tokenizer_digest)
+
+
+def _best_revision(entries: Iterable[_Entry], mode: Mode) -> Revision | None:
+    """Among ready workers; None when none of them decodes."""
+    workers: dict[Revision, list[WorkerInfo]] = {}
+    for entry in entries:
+        if entry.revision is not None:
+            workers.setdefault(entry.revision, []).append(entry.worker)
+
+    def rank(revision: Revision) -> tuple[bool, int, int, bytes]:
+        found = workers[revision]
+        complete = _needed(mode) <= {worker.role for worker in found}
+        # The oldest life tells when a version came: a restart does not make it new.
+        return complete, len(found), min(worker.incarnation for worker in found), revision.fingerprint
+
+    able = [revision for revision, found in workers.items() if any(worker.role == "decode" for worker in found)]
+    return max(able, key=rank, default=None)
 
 
 def _needed(mode: Mode) -> set[str]:

@@ -102,6 +102,11 @@ class LiveRequest:
     def attempts(self) -> int:
         return self._machine.attempt
 
+    @property
+    def accepted(self) -> bool:
+        """Whether a worker has taken it: until then a client may as well ask again."""
+        return self._machine.accepted
+
     async def __aenter__(self) -> LiveRequest:
         await self._legs.__aenter__()
         return self

@@ -28,7 +28,7 @@ from services.runtime.telemetry import Telemetry, current
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The request was admitted and its first leg has begun."""
+    """The request was admitted here, and a worker has accepted it."""
 
     request_id: str
     model: str
@@ -78,8 +78,8 @@ class Orchestrator:
     async def generate(self, command: GenerateCommand, *, timeout_s: float) -> AsyncGenerator[GenerateEvent, None]:
         """`Started`, then `Token`s with contiguous indexes, then `Completed`. Closing it early ends every leg before it returns.
 
-        Raises `InvalidRequestError`s, `OverloadedError`, `DrainingError` and `NoWorkerError` before `Started`;
-        `DeadlineExceededError` once `timeout_s` has passed, and what the last try failed of, at any time.
+        Raises `InvalidRequestError`s, `OverloadedError`, `DrainingError` and `NoWorkerError` before `Started`, those of workers
+        that refuse included; `DeadlineExceededError` once `timeout_s` has passed, and what the last try failed of, at any time.
         """
         received_ns = self._clock.time_ns()
         deadline = asyncio.get_running_loop().time() + timeout_s
@@ -92,11 +92,16 @@ class Orchestrator:
                 async with self._live(request) as live:
                     live.begin()
                     planned_ns = self._clock.time_ns()
-                    request_id = command.request_id or request.job.request_id
-                    yield Started(request_id, request.revision.model, request.shape.tokens, tracing.trace_id(span))
+                    started = Started(
+                        command.request_id or request.job.request_id, request.revision.model, request.shape.tokens, tracing.trace_id(span)
+                    )
+                    told = False
                     while live.finish is None:
                         async with _until(deadline):
                             tokens = await live.advance()
+                        if not told and (live.accepted or tokens):
+                            told = True
+                            yield started
                         for token in tokens:
                             sent_ns.append(self._clock.time_ns())
                             yield token
@@ -122,7 +127,7 @@ class Orchestrator:
             await place.enter_async_context(self._admission.admitted())
             # The fleet may have changed in line.
             model = self._fleet.resolve_model(command.model)
-            revision = self._fleet.choose_revision(model, self._policy.mode)
+            revision = self._fleet.choose_revision(model, self._policy.mode, self._clock.monotonic())
             limits = self._fleet.limits(revision)
             check_against_model(command, limits)
             sources = [worker for role in ("decode", "prefill") for worker in self._fleet.ready(revision, role)]

@@ -200,7 +200,9 @@ class RequestMachine:
         self._decode: Leg | None = None
         self._prefill_done: PrefillDone | None = None
         self._decode_done: DecodeDone | None = None
-        self._accepted = False
+        self.accepted = False
+        """Whether a worker has taken the request, on this try or an earlier one."""
+        self._has_handle = False
         self._kv_ready = False
         self._was_split = False
         self._holder: str | None = None
@@ -237,7 +239,7 @@ class RequestMachine:
         self.phase = Phase.RUNNING
         self.attempt += 1
         self._prefill = self._decode = self._prefill_done = self._decode_done = None
-        self._accepted, self._kv_ready, self._early = False, False, []
+        self._has_handle, self._kv_ready, self._early = False, False, []
         self._holder = None
         match plan.route:
             case Split(prefill, decode):
@@ -254,9 +256,9 @@ class RequestMachine:
     def _on_prefill(self, leg: Leg, event: PrefillEvent) -> list[Action]:
         match event:
             case PrefillAccepted(handle):
-                if self._accepted or self._decode is None:
+                if self._has_handle or self._decode is None:
                     return self._on_failure(leg, InternalError("prefill accepted twice"))
-                self._accepted = True
+                self._has_handle = self.accepted = True
                 return [StartLeg(self._decode, handle)]
             case FirstToken(token):
                 if token.index != 0:
@@ -275,6 +277,7 @@ class RequestMachine:
     def _on_decode(self, leg: Leg, event: DecodeEvent) -> list[Action]:
         match event:
             case DecodeAccepted():
+                self.accepted = True
                 return []
             case KvReady():
                 self._kv_ready = True

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from itertools import islice
 from typing import Any
 
 from kvrelay import wire
 from kvrelay.errors import InvalidRequestError
 from kvrelay.inference.v1 import router_service_pb2, router_service_pb2_grpc
-from kvrelay.values import Token
+from kvrelay.values import ChatMessage, Token
 from services.router.admission import Admission
 from services.router.fleet import Fleet
 from services.router.orchestrator import Completed, GenerateEvent, Orchestrator, Started
 from services.router.placement import Mode
-from services.router.validation import ChatPrompt, GenerateCommand, Prompt, TextPrompt, TokenPrompt
+from services.router.validation import MAX_MESSAGES, ChatPrompt, GenerateCommand, Prompt, TextPrompt, TokenPrompt
 from services.runtime.clock import Clock
 from services.runtime.deadline import remaining_s
 from services.runtime.wire import worker_info_to_proto
@@ -91,7 +92,7 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
 
 
 def command_from_proto(message: router_service_pb2.GenerateRequest) -> GenerateCommand:
-    """Nothing is checked here."""
+    """Nothing is checked here, and nothing long is copied: that a request is too long must be cheap to find out."""
     return GenerateCommand(
         prompt=_prompt_from_proto(message),
         model=message.model,
@@ -109,9 +110,10 @@ def _prompt_from_proto(message: router_service_pb2.GenerateRequest) -> Prompt | 
         case "text":
             return TextPrompt(message.text)
         case "chat":
-            return ChatPrompt(wire.chat_from_proto(message.chat))
+            # One over the limit is enough to be refused for it.
+            return ChatPrompt([ChatMessage(turn.role, turn.content) for turn in islice(message.chat.messages, MAX_MESSAGES + 1)])
         case "token_ids":
-            return TokenPrompt(tuple(message.token_ids.ids))
+            return TokenPrompt(message.token_ids.ids)
         case _:
             return None
 

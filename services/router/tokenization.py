@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from services.router.fleet import Revision
 from services.router.validation import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from services.runtime.offloop import assert_off_loop, run_off_loop
 from services.runtime.ports import WorkerInfo, WorkersPort
+
+log = logging.getLogger(__name__)
 
 MAX_TOKENIZERS = 8
 """Loaded at a time; the least recently used goes first."""
@@ -112,6 +115,15 @@ class Tokenizers:
             self._fetching.pop(gone, None)
         return tokenizer
 
+    async def warm(self, wanted: Mapping[str, Sequence[WorkerInfo]]) -> None:
+        """Fetches what is missing of `wanted` (digest to workers that have it), as far as there is room. Never raises for a worker."""
+        for digest, sources in wanted.items():
+            if digest not in self._loaded and len(self._loaded) < MAX_TOKENIZERS:
+                try:
+                    await self.get(digest, sources)
+                except KvRelayError as error:
+                    log.info("tokenizer %s is not to be had yet: %s", digest, error.message)
+
     async def _fetch(self, digest: str, sources: Sequence[WorkerInfo]) -> ModelTokenizer:
         """From the first worker that gives files of that digest."""
         failure: KvRelayError = NoWorkerError("no worker is ready to give the model's tokenizer", role="decode")
@@ -139,6 +151,7 @@ def _hashed(token_ids: Sequence[int], revision: Revision, salt: str) -> EncodedP
     if not token_ids:
         raise EmptyPromptError("the prompt holds no token", field="prompt")
     root = hashing.root_hash(revision.fingerprint, salt)
+    token_ids = tuple(token_ids)
     return EncodedPrompt(token_ids, hashing.block_hashes(root, token_ids, revision.layout.block_size))
 
 

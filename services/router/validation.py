@@ -74,7 +74,7 @@ def check_command(command: GenerateCommand) -> Prompt:
     match command.prompt:
         case None:
             raise InvalidPromptError("give text, chat messages or token ids", field="prompt")
-        case TextPrompt(text="") | TokenPrompt(ids=()) | TokenPrompt(ids=[]):
+        case TextPrompt("") | TokenPrompt([]):
             raise EmptyPromptError("the prompt is empty", field="prompt")
         case ChatPrompt(messages):
             check_chat(messages)
@@ -109,9 +109,9 @@ def check_against_model(command: GenerateCommand, limits: Limits) -> None:
     check_token_ids("logit_bias", command.sampling.logit_bias, limits.vocab_size)
     check_token_ids("stop.token_ids", command.stop.token_ids, limits.vocab_size)
     if isinstance(command.prompt, TokenPrompt):
-        if command.prompt.ids:
-            check_token_ids("token_ids", (min(command.prompt.ids), max(command.prompt.ids)), limits.vocab_size)
+        # Length first: it is what makes the rest cheap.
         fit(command, len(command.prompt.ids), limits)
+        check_token_ids("token_ids", (min(command.prompt.ids), max(command.prompt.ids)), limits.vocab_size)
 
 
 def check_token_ids(field: str, token_ids: Iterable[int], vocab_size: int) -> None:

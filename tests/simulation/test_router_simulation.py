@@ -127,6 +127,19 @@ def test_the_last_error_is_reported_when_every_try_fails() -> None:
     run_virtual(main)
 
 
+def test_nothing_is_told_to_a_client_whom_every_worker_refuses() -> None:
+    """So that it may ask again."""
+
+    async def main() -> None:
+        world = World(FLEET, fault=lambda call: Fault(0, OverloadedError("full", retry_after_s=3.0)))
+        async with aclosing(world.router.generate(command(), timeout_s=60)) as stream:
+            with pytest.raises(OverloadedError):
+                await anext(stream)
+        world.assert_idle()
+
+    run_virtual(main)
+
+
 def test_the_first_token_is_sent_before_the_hand_over_is_complete() -> None:
     async def main() -> None:
         world = World(FLEET, pause=lambda call: 0.01 if call.role == "prefill" else 5.0)

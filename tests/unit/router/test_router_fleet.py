@@ -48,7 +48,7 @@ def test_an_empty_name_asks_for_the_only_model() -> None:
 
 def test_only_workers_of_one_revision_are_candidates() -> None:
     fleet = fleet_of(worker("decode", 0), worker("decode", 1, identity=OTHER), worker("decode", 2, layout=replace(LAYOUT, layers=3)))
-    revision = fleet.choose_revision("tiny", Mode.COLOCATED)
+    revision = fleet.choose_revision("tiny", Mode.COLOCATED, 0.0)
     assert len(fleet.candidates(revision, "decode", [], 100, 0.0)) == 1
 
 
@@ -66,7 +66,7 @@ def test_only_workers_of_one_revision_are_candidates() -> None:
 )
 def test_the_revision_for_new_requests(workers: list[WorkerInfo], chosen: object) -> None:
     fleet = fleet_of(*workers)
-    revision = fleet.choose_revision("tiny", Mode.HYBRID)
+    revision = fleet.choose_revision("tiny", Mode.HYBRID, 0.0)
     assert revision.fingerprint == chosen.fingerprint  # type: ignore[attr-defined]
 
 
@@ -78,13 +78,22 @@ def test_a_restart_does_not_make_an_old_version_the_newest() -> None:
         worker("decode", 3, identity=OTHER, incarnation=6),
     )
     fleet.apply(WorkerSeen(worker("decode", 1, incarnation=9)), 1.0)
-    assert fleet.choose_revision("tiny", Mode.COLOCATED).fingerprint == OTHER.fingerprint
+    assert fleet.choose_revision("tiny", Mode.COLOCATED, 0.0).fingerprint == OTHER.fingerprint
+
+
+def test_a_version_whose_workers_fail_calls_is_left_for_one_that_works() -> None:
+    fleet = fleet_of(worker("decode", 0), worker("decode", 1), worker("decode", 2, identity=OTHER))
+    for number in (0, 1):
+        fleet.mark_down(worker("decode", number), 0.0)
+    assert fleet.choose_revision("tiny", Mode.COLOCATED, 1.0).fingerprint == OTHER.fingerprint
+    fleet.mark_down(worker("decode", 2), 0.0)
+    assert fleet.choose_revision("tiny", Mode.COLOCATED, 1.0).fingerprint == IDENTITY.fingerprint, "a try is better than none"
 
 
 def test_a_model_without_a_ready_decode_worker_names_the_role() -> None:
     fleet = fleet_of(worker("prefill"), worker("decode", state="draining"))
     with pytest.raises(NoWorkerError) as caught:
-        fleet.choose_revision("tiny", Mode.SPLIT)
+        fleet.choose_revision("tiny", Mode.SPLIT, 0.0)
     assert caught.value.fields["role"] == "decode"
     state = fleet.model_state("tiny", Mode.SPLIT)
     assert (state.missing_role, state.prefill_workers, state.decode_workers) == ("decode", 1, 0)
@@ -102,7 +111,7 @@ def test_differing_workers_are_listed_with_both_values() -> None:
 
 def test_prefix_hits_count_leading_blocks_and_never_the_whole_prompt() -> None:
     fleet = fleet_of(worker("decode"))
-    revision = fleet.choose_revision("tiny", Mode.COLOCATED)
+    revision = fleet.choose_revision("tiny", Mode.COLOCATED, 0.0)
     fleet.apply(BlocksChanged("decode-0", 1, [BLOCKS[0], BLOCKS[1], BLOCKS[3]], []), 0.0)
     assert fleet.cached_blocks("decode-0", BLOCKS, 0.0) == 2
     fleet.apply(BlocksChanged("decode-0", 1, [BLOCKS[2]], [BLOCKS[1]]), 0.0)
@@ -128,7 +137,7 @@ def test_another_life_of_a_worker_has_none_of_its_blocks() -> None:
 
 def test_a_worker_that_failed_a_call_is_avoided_for_a_while() -> None:
     fleet = fleet_of(worker("prefill", 0), worker("prefill", 1), worker("decode"))
-    revision = fleet.choose_revision("tiny", Mode.SPLIT)
+    revision = fleet.choose_revision("tiny", Mode.SPLIT, 0.0)
     fleet.mark_down(worker("prefill", 0), 10.0)
     fleet.mark_down(worker("prefill", 1, incarnation=7), 10.0)
     assert [c.worker.worker_id for c in fleet.candidates(revision, "prefill", [], 10, 12.9)] == ["prefill-1"]
@@ -141,7 +150,7 @@ def test_a_worker_that_failed_a_call_is_avoided_for_a_while() -> None:
 
 def test_a_down_decode_worker_is_the_last_resort_and_a_down_prefill_worker_none() -> None:
     fleet = fleet_of(worker("prefill"), worker("decode"))
-    revision = fleet.choose_revision("tiny", Mode.SPLIT)
+    revision = fleet.choose_revision("tiny", Mode.SPLIT, 0.0)
     for role in ("prefill", "decode"):
         fleet.mark_down(worker(role), 0.0)
     assert fleet.candidates(revision, "prefill", [], 10, 1.0) == []
@@ -178,7 +187,7 @@ def test_a_worker_that_leaves_is_gone_at_once() -> None:
 def test_limits_are_those_of_the_roomiest_decode_worker() -> None:
     tight = WorkerLoad(total_pages=10, available_pages=10)
     fleet = fleet_of(worker("decode", 0, load=tight), worker("decode", 1, max_context_tokens=150), worker("prefill"))
-    limits = fleet.limits(fleet.choose_revision("tiny", Mode.SPLIT))
+    limits = fleet.limits(fleet.choose_revision("tiny", Mode.SPLIT, 0.0))
     assert limits.max_context_tokens == 161, "ten pages, and a last token that needs none"
 
 
@@ -250,7 +259,7 @@ def test_any_order_of_events_leaves_a_view_that_holds_together(steps: list[tuple
             for mode in Mode:
                 state = fleet.model_state(model, mode)
                 try:
-                    revision = fleet.choose_revision(model, mode)
+                    revision = fleet.choose_revision(model, mode, now)
                 except NoWorkerError:
                     assert state.decode_workers == 0 and state.missing_role == "decode"
                     continue

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,12 @@ from kvrelay import hashing
 from kvrelay.errors import EmptyPromptError, InternalError, InvalidChatError, WorkerLostError
 from kvrelay.handle import KvHandle
 from kvrelay.values import ChatMessage
-from services.router.fleet import Revision
+from services.router.fleet import Fleet, Revision
 from services.router.tokenization import MAX_TOKENIZERS, ModelTokenizer, Tokenizers
 from services.router.validation import ChatPrompt, TextPrompt, TokenPrompt
 from services.runtime.offloop import run_off_loop
-from services.runtime.ports import DecodeEvent, Job, PrefillEvent, WorkerInfo
-from tests.simulation.router_world import LAYOUT, worker
+from services.runtime.ports import DecodeEvent, FleetSnapshot, Job, PrefillEvent, WorkerInfo, WorkerSeen
+from tests.simulation.router_world import IDENTITY, LAYOUT, worker
 
 NAMES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 TALK = (
@@ -140,14 +141,14 @@ async def test_every_kind_of_prompt_gets_ids_and_chained_hashes(tiny_model: Path
     tokenizer = await run_off_loop(ModelTokenizer, files)
     text = "the cat and the dog " * 9
     encoded = await book.encode(TextPrompt(text), revision, [worker("decode")], "")
-    assert encoded.token_ids == await run_off_loop(tokenizer.encode_text, text)
+    assert list(encoded.token_ids) == await run_off_loop(tokenizer.encode_text, text)
     root = hashing.root_hash(revision.fingerprint, "")
     assert encoded.block_hashes == await run_off_loop(hashing.block_hashes, root, encoded.token_ids, 16)
-    assert (await book.encode(TokenPrompt(tuple(encoded.token_ids)), revision, [], "")).block_hashes == encoded.block_hashes
+    assert (await book.encode(TokenPrompt(encoded.token_ids), revision, [], "")).block_hashes == encoded.block_hashes
     salted = await book.encode(TextPrompt(text), revision, [worker("decode")], "tenant")
     assert not set(salted.block_hashes) & set(encoded.block_hashes)
     chat = await book.encode(ChatPrompt(TALK), revision, [worker("decode")], "")
-    assert chat.token_ids == await run_off_loop(tokenizer.encode_chat, TALK)
+    assert list(chat.token_ids) == await run_off_loop(tokenizer.encode_chat, TALK)
 
 
 async def test_a_prompt_without_a_token_is_empty(tiny_model: Path) -> None:
@@ -208,3 +209,19 @@ async def test_unreadable_files_are_an_error_and_kept_tokenizers_are_bounded(tin
     sources.files = files_of(tiny_model, extra=b"0")
     await book.get(hashing.tokenizer_digest(sources.files), [worker("decode")])
     assert len(sources.asked) == fetched + 1, "the oldest had to go"
+
+
+async def test_tokenizers_of_new_models_are_fetched_before_anybody_asks(tiny_model: Path) -> None:
+    files = files_of(tiny_model)
+    sources = Sources(files, failures={"decode-0": WorkerLostError("killed")})
+    book, digest = Tokenizers(sources), hashing.tokenizer_digest(files)
+    identity = replace(IDENTITY, tokenizer_digest=digest)
+    fleet = Fleet()
+    fleet.apply(FleetSnapshot([worker("decode", 0, identity=identity)], {}), 0.0)
+    await book.warm(fleet.tokenizers())
+    assert sources.asked == ["decode-0"], "a failure is the next request's affair"
+    fleet.apply(WorkerSeen(worker("prefill", 1, identity=identity)), 0.0)
+    fleet.apply(WorkerSeen(worker("prefill", 2, state="draining", identity=identity)), 0.0)
+    await book.warm(fleet.tokenizers())
+    await book.warm(fleet.tokenizers())
+    assert sources.asked == ["decode-0", "decode-0", "prefill-1"]
