@@ -222,7 +222,7 @@ class Engine:
         return stream
 
     def _resume(self, key: str, imported_tokens: int, first_token: int | None) -> None:
-        self._post(Resume(key, imported_tokens, first_token))
+        self._post(Resume(key, imported_tokens, first_token, time.time_ns()))
 
     def _release(self, stream: Stream) -> None:
         """Only posts: the pages are free when the thread has handled it."""

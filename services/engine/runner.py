@@ -39,6 +39,8 @@ class Resume:
     request_id: str
     imported_tokens: int
     first_token: int | None
+    at_ns: int
+    """When the KV was complete: waiting for the present step to end is waiting for decode, not for the hand-over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +153,7 @@ class Runner:
                         except KvRelayError as error:
                             events.append((message.request.request_id, Failed(error)))
                     case Resume():
-                        core.resume(message.request_id, message.imported_tokens, message.first_token, time.time_ns())
+                        core.resume(message.request_id, message.imported_tokens, message.first_token, message.at_ns)
                     case Release():
                         core.release(message.request_id)
                         released.append(message.request_id)

@@ -89,11 +89,17 @@ def is_complete(spans: Sequence[SpanLike]) -> bool:
 
 def build(spans: Sequence[SpanLike]) -> Waterfall:
     """The waterfall of one trace; raises ValueError when a span is missing. After a fallback, it shows the try that succeeded."""
-    root, admission, route = (_required(spans, name) for name in (names.SPAN_GENERATE, names.SPAN_ADMISSION, names.SPAN_ROUTE))
+    root, admission = _required(spans, names.SPAN_GENERATE), _required(spans, names.SPAN_ADMISSION)
+    _required(spans, names.SPAN_ROUTE)
+    # What later tries cost belongs to the wait for prefill.
+    route = min(_of(spans, names.SPAN_ROUTE), key=lambda span: span.start_ns)
     compute = _required(spans, names.SPAN_PREFILL_COMPUTE)
     transfer = _last(spans, names.SPAN_KV_TRANSFER) if root.attributes.get(names.PATH) == "split" else None
     decode = _last(spans, names.SPAN_DECODE_COMPUTE)
-    kv_ready = max(compute.end_ns, transfer.end_ns) if transfer is not None else compute.end_ns
+    decode_queue = _last(spans, names.SPAN_DECODE_QUEUE)
+    kv_ready = compute.end_ns
+    if transfer is not None:
+        kv_ready = max(kv_ready, decode_queue.start_ns if decode_queue is not None else transfer.end_ns)
     decode_start = decode.start_ns if decode is not None else max(kv_ready, root.end_ns)
     moments = (
         root.start_ns, admission.end_ns, route.end_ns, compute.start_ns, compute.end_ns, kv_ready, decode_start, root.end_ns,

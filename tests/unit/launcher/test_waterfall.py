@@ -104,6 +104,11 @@ def test_after_a_fallback_the_try_that_succeeded_is_drawn() -> None:
     assert "on prefill-0" in waterfall.build(spans).phases[3].note
 
 
+def test_what_a_second_try_costs_is_the_wait_for_prefill() -> None:
+    spans = [*split_trace(), span(names.SPAN_ROUTE, 16, 17)]
+    assert waterfall.disagreements(waterfall.build(spans), TIMINGS) == []
+
+
 def test_the_drawing_tells_times_bytes_and_rates() -> None:
     text = waterfall.render(waterfall.build(split_trace()), disagreements=[], width=110)
     for expected in (
