@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -256,13 +256,23 @@ async def _held(suite: Suite, stubs: Wire, name: str) -> str:
     return f"{name}: " + ", ".join(f"{n} {what}" for what, n in zip(names, busy, strict=True) if n) if any(busy) else ""
 
 
-async def eventually(condition: Any, within_s: float, what: str) -> Any:
+async def eventually(condition: Callable[[], Awaitable[Any]], within_s: float, what: str) -> Any:
     """Polls an async callable until its result is true, and returns that."""
     deadline = asyncio.get_running_loop().time() + within_s
     while not (result := await condition()):
         assert asyncio.get_running_loop().time() < deadline, f"not within {within_s} s: {what}"
         await asyncio.sleep(POLL_S)
     return result
+
+
+async def in_the_middle(stubs: Wire, address: str, prompt_tokens: int, within_s: float = 20.0) -> None:
+    """Returns while that worker computes a prompt: some of it done, some of it not."""
+
+    async def begun() -> bool:
+        load = (await ledger(stubs, address)).worker.load
+        return 0 < load.prefill_backlog_tokens < 0.95 * prompt_tokens
+
+    await eventually(begun, within_s, f"{address} computes a prompt")
 
 
 # --- requests ------------------------------------------------------------------------------------------------------------------
