@@ -159,12 +159,12 @@ class Heartbeat:
 
     async def _leave(self) -> None:
         worker = self._describe()
-        try:
-            async with asyncio.timeout(DEREGISTER_TIMEOUT_S):
-                await self._registry.deregister(worker.worker_id, worker.incarnation)
-                await self._registry.close()
-        except (KvRelayError, TimeoutError) as error:
-            log.info("left without deregistering, the entry will expire: %s", error)
+        for leave in (lambda: self._registry.deregister(worker.worker_id, worker.incarnation), self._registry.close):
+            try:
+                async with asyncio.timeout(DEREGISTER_TIMEOUT_S):
+                    await leave()
+            except (KvRelayError, TimeoutError) as error:
+                log.info("left without deregistering, the entry will expire: %s", error)
         self.registered = False
 
 
