@@ -67,6 +67,8 @@ class AdmittedRequest:
     deadline: float
     """On the loop's clock."""
     span: Span
+    admitted_ns: int
+    """When it was; nanoseconds since the epoch."""
 
 
 class LiveRequest:
@@ -96,6 +98,8 @@ class LiveRequest:
         self._settle_at = math.inf
         self.plan: Plan | None = None
         """Of the present try."""
+        self.planned_ns = 0
+        """When the first plan was made, nanoseconds since the epoch."""
         self.finish: Finish | None = None
 
     @property
@@ -172,7 +176,10 @@ class LiveRequest:
             )
             plan = place(self._policy, request.shape, prefills, decodes, restriction)
             tracing.note_plan(span, plan, self._policy.mode, self.attempts + 1)
+            decided_ns = self._clock.time_ns()
+            span.end(decided_ns)
         self.plan = plan
+        self.planned_ns = self.planned_ns or decided_ns
         self._dispatch(plan, now)
         return plan
 

@@ -84,14 +84,12 @@ class Orchestrator:
         received_ns = self._clock.time_ns()
         deadline = asyncio.get_running_loop().time() + timeout_s
         sent_ns: list[int] = []
-        with tracing.generate_span(self._telemetry, command) as span:
+        with tracing.generate_span(self._telemetry, command, received_ns) as span:
             async with AsyncExitStack() as place:
                 async with _until(deadline):
                     request = await self._admit(command, place, span, deadline)
-                admitted_ns = self._clock.time_ns()
                 async with self._live(request) as live:
                     live.begin()
-                    planned_ns = self._clock.time_ns()
                     started = Started(
                         command.request_id or request.job.request_id, request.revision.model, request.shape.tokens, tracing.trace_id(span)
                     )
@@ -107,7 +105,7 @@ class Orchestrator:
                             yield token
             finish, plan = live.finish, live.plan
             assert plan is not None, "a request has ended without ever having been placed"
-            marks = RouterMarks(received_ns, admitted_ns, planned_ns, sent_ns[0], self._clock.time_ns())
+            marks = RouterMarks(received_ns, request.admitted_ns, live.planned_ns, sent_ns[0], self._clock.time_ns())
             completion = Completion(
                 finish.finish_reason,
                 finish.usage,
@@ -117,7 +115,8 @@ class Orchestrator:
                 tracing.trace_id(span),
             )
             tracing.note_completion(span, completion, plan, live.attempts, sent_ns)
-            yield Completed(completion, plan.decision)
+            span.end(marks.end)
+        yield Completed(completion, plan.decision)
 
     async def _admit(self, command: GenerateCommand, place: AsyncExitStack, span: Span, deadline: float) -> AdmittedRequest:
         """Everything that can refuse a request, before anything is started for it. The place is held by `place`."""
@@ -146,7 +145,9 @@ class Orchestrator:
             )
             tracing.note_request(span, job, model)
             shape = PromptShape(len(encoded.token_ids), stop.max_tokens, revision.layout.block_size)
-            return AdmittedRequest(revision, encoded, shape, job, deadline, span)
+            admitted_ns = self._clock.time_ns()
+            admission_span.end(admitted_ns)
+            return AdmittedRequest(revision, encoded, shape, job, deadline, span, admitted_ns)
 
     def _live(self, request: AdmittedRequest) -> LiveRequest:
         return LiveRequest(

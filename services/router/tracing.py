@@ -22,21 +22,25 @@ NS_PER_S = 1_000_000_000
 
 
 @contextmanager
-def generate_span(telemetry: Telemetry, command: GenerateCommand) -> Iterator[Span]:
-    """The span of one request. Not made current: its generator is left and entered again at every token."""
+def generate_span(telemetry: Telemetry, command: GenerateCommand, start_ns: int) -> Iterator[Span]:
+    """The span of one request. Not made current: its generator is left and entered again at every token.
+
+    Ended here unless the body has: spans that mark a phase end at the very moment that the request's times are made of.
+    """
     attributes: Attributes = {
         names.GEN_AI_OPERATION_NAME: "chat" if isinstance(command.prompt, ChatPrompt) else "text_completion",
         names.GEN_AI_PROVIDER_NAME: "kvrelay",
         names.GEN_AI_REQUEST_TEMPERATURE: command.sampling.temperature,
     }
-    span = telemetry.tracer.start_span(names.SPAN_GENERATE, attributes=attributes)
+    span = telemetry.tracer.start_span(names.SPAN_GENERATE, attributes=attributes, start_time=start_ns)
     try:
         yield span
     except BaseException as error:
         mark_failed(span, error)
         raise
     finally:
-        span.end()
+        if span.is_recording():
+            span.end()
 
 
 def trace_id(span: Span) -> str:
@@ -47,7 +51,7 @@ def trace_id(span: Span) -> str:
 
 @contextmanager
 def child(telemetry: Telemetry, parent: Span, name: str) -> Iterator[Span]:
-    """A span below `parent`; not made current either."""
+    """A span below `parent`; not made current either, and ended here unless the body has."""
     span = telemetry.tracer.start_span(name, context=trace.set_span_in_context(parent))
     try:
         yield span
@@ -55,7 +59,8 @@ def child(telemetry: Telemetry, parent: Span, name: str) -> Iterator[Span]:
         mark_failed(span, error)
         raise
     finally:
-        span.end()
+        if span.is_recording():
+            span.end()
 
 
 def note_request(span: Span, job: Job, model: str) -> None:
