@@ -19,9 +19,11 @@ from kvrelay.errors import (
 )
 from kvrelay.values import FinishReason, SamplingParams, StopConditions, Usage
 from services.engine.api import Admitted, EngineRequest, Failed, Finished, PrefillProgress, TokenDrawn
-from services.engine.scheduler import SchedulerLimits
-from services.engine.sequence import Phase
-from tests.unit.engine_core.fakes import EOS, VOCAB_SIZE, Bench, expected_answer, ids_of
+from services.engine.block_manager import BlockManager
+from services.engine.detokenizer import AnswerText
+from services.engine.scheduler import Scheduler, SchedulerLimits
+from services.engine.sequence import Phase, SequenceState
+from tests.unit.engine_core.fakes import EOS, FINGERPRINT, VOCAB_SIZE, Bench, byte_tokens, expected_answer, ids_of
 
 
 def request(name: str, prompt: list[int] | int = 10, max_tokens: int = 4, **kwargs: object) -> EngineRequest:
@@ -158,6 +160,12 @@ class TestEndings:
         assert text_of(bench, "scripted") == text
         assert isinstance(finished, Finished) and finished.finish_reason is reason and finished.usage.completion_tokens == tokens
 
+    def test_held_text_comes_with_the_end_token(self) -> None:
+        bench = Bench()
+        bench.add(scripted(bench, "the EN", stop=StopConditions(strings=["END"])))
+        bench.run()
+        assert [event.token.text for event in bench.of("scripted", TokenDrawn)][-3:] == ["", "", "EN"]
+
     def test_an_unfinished_character_is_flushed_with_the_last_token(self) -> None:
         bench = Bench()
         bench.add(scripted(bench, "a😀", stop=StopConditions(max_tokens=3)))
@@ -291,6 +299,20 @@ class TestHolds:
         assert sum(len(entry.token_ids) for entry in bench.model.steps[0]) == 13 - min(imported, 12)
         assert outcome(bench, "a").usage.cached_tokens == min(imported, 12)  # type: ignore[union-attr]
 
+    def test_a_failed_import_falls_back_on_what_the_own_cache_had(self) -> None:
+        bench = Bench()
+        one = request("warm", 13)
+        bench.add(one)
+        bench.run()
+        bench.add(request("a", 13, hold=True))
+        bench.step()
+        assert bench.of("a", Admitted)[0].cached_tokens == 12
+        bench.resume("a", 0)
+        bench.step()
+        assert [(entry.start, len(entry.token_ids)) for entry in bench.model.steps[-1]] == [(12, 1)]
+        bench.run()
+        assert outcome(bench, "a").usage.cached_tokens == 12  # type: ignore[union-attr]
+
     def test_with_a_first_token_it_goes_on_as_if_it_had_drawn_that_token(self) -> None:
         bench = Bench()
         bench.model.script[(1, 2, 3)] = ids_of("日本 END")
@@ -332,6 +354,14 @@ class TestHolds:
         finished = outcome(bench, "a")
         assert isinstance(finished, Finished) and finished.finish_reason is reason and finished.usage.completion_tokens == 1
         assert not bench.of("a", TokenDrawn) and not bench.model.steps
+
+    def test_nothing_is_heard_of_a_request_after_its_release(self) -> None:
+        bench = Bench()
+        bench.add(request("a", 5, max_tokens=1, hold=True))
+        bench.step()
+        bench.resume("a", 5, 7)
+        bench.core.release("a")
+        assert not bench.core.has_work and bench.step() == []
 
     def test_a_first_token_out_of_the_vocabulary_fails_the_request(self) -> None:
         bench = Bench()
@@ -442,3 +472,18 @@ class TestErrors:
         bench.resume("a", 0)
         with pytest.raises(AssertionError):
             bench.resume("a", 0)
+
+
+def test_a_waiting_request_that_leaves_unblocks_the_next_by_itself() -> None:
+    blocks = BlockManager(4, 4, FINGERPRINT)
+    scheduler = Scheduler(SchedulerLimits(8, 2, 4), blocks)
+    sequences = {}
+    for name, tokens in (("first", 12), ("large", 8), ("small", 4)):
+        one = request(name, tokens, max_tokens=1)
+        sequences[name] = SequenceState(one, blocks.open(one.token_ids), AnswerText(byte_tokens(), ()), frozenset(), 0)
+        scheduler.enqueue(sequences[name])
+    assert [each.request_id for each in scheduler.admit()] == ["first"]
+    sequences["first"].computed = 12
+    assert not list(scheduler.admit()) and not scheduler.can_admit
+    scheduler.remove(sequences["large"])
+    assert [each.request_id for each in scheduler.admit()] == ["small"]
