@@ -98,7 +98,7 @@ class Fault:
     """What goes wrong in one call: before event number `at` (0: before any) `error` is raised, or nothing ever comes again."""
 
     at: int
-    error: KvRelayError | None
+    error: Exception | None
 
 
 @dataclass(slots=True)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 from contextlib import aclosing
 
 import pytest
 
-from kvrelay.errors import DeadlineExceededError, KvRelayError, OverloadedError, WorkerLostError
+from kvrelay.errors import DeadlineExceededError, InternalError, KvRelayError, OverloadedError, WorkerLostError
 from kvrelay.values import Token
 from services.router.admission import AdmissionLimits
 from services.router.live_request import Patience
@@ -33,7 +34,7 @@ EVENTS_OF_A_SPLIT = {"prefill": 3, "decode": 10}
 """Of the command these tests send: 8 tokens, one of them prefill's."""
 
 
-def first_call_fails(role: str, at: int, error: KvRelayError | None):  # type: ignore[no-untyped-def]
+def first_call_fails(role: str, at: int, error: Exception | None) -> Callable[[Call], Fault | None]:
     """The first call of a role fails; every other one works."""
     seen: set[str] = set()
 
@@ -236,6 +237,56 @@ def test_a_slow_client_holds_its_workers_back() -> None:
                 await asyncio.sleep(1.0)
         check_whole(events, request)
         world.assert_idle()
+
+    run_virtual(main)
+
+
+def test_a_slow_client_is_not_taken_for_a_worker_that_does_not_accept() -> None:
+    async def main() -> None:
+        world = World(FLEET, pause=lambda call: 0.0, patience=Patience(accept_timeout_s=1.0))
+        events: list[GenerateEvent] = []
+        async with aclosing(world.router.generate(command(), timeout_s=6000)) as stream:
+            async for event in stream:
+                events.append(event)
+                await asyncio.sleep(100.0)
+        assert check_whole(events, command()).completion.path == "split"
+        assert len(world.workers.calls) == 2
+
+    run_virtual(main)
+
+
+def test_a_bug_while_reading_a_worker_costs_a_try_and_tells_the_client_nothing() -> None:
+    async def main() -> None:
+        secret = RuntimeError("internal detail")
+        world = World(FLEET, fault=first_call_fails("prefill", 0, secret))
+        check_whole(await world.run(command()), command())
+        hopeless = World(FLEET, fault=lambda call: Fault(0, secret))
+        result = await finished(hopeless.run(command()))
+        assert isinstance(result, InternalError) and "detail" not in result.message
+        hopeless.assert_idle()
+
+    run_virtual(main)
+
+
+def test_phases_of_a_split_are_those_of_its_workers() -> None:
+    async def main() -> None:
+        world = World(FLEET, pause=lambda call: 1.0 if call.role == "prefill" else 0.25)
+        found = check_whole(await world.run(command()), command()).completion.timings
+        assert (found.prefill_queue_s, found.prefill_s) == pytest.approx((1.0, 1.0), abs=1e-3)
+        assert (found.exposed_transfer_s, found.decode_queue_s) == pytest.approx((0.25, 0.25), abs=1e-3)
+        assert found.ttft_s == pytest.approx(2.0, abs=1e-3)
+
+    run_virtual(main)
+
+
+def test_phases_of_a_fallback_count_the_failed_try_as_waiting() -> None:
+    async def main() -> None:
+        world = World(
+            [worker("prefill"), worker("decode")], fault=first_call_fails("prefill", 1, WorkerLostError("killed")), pause=lambda call: 1.0
+        )
+        found = check_whole(await world.run(command()), command()).completion.timings
+        assert found.prefill_queue_s == pytest.approx(3.0, abs=1e-3), "two for the failed try, one for the worker that took over"
+        assert found.exposed_transfer_s == 0.0
 
     run_virtual(main)
 
