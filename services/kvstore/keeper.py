@@ -57,6 +57,7 @@ class StoreKeeper:
         Raises `KvTransferError` for a stream that makes no sense or pauses for the length of a lease, `ChecksumMismatchError`, and what
         `BlockStore.begin_block` raises. Blocks verified before stay written.
         """
+        self.store.check_write(name, lease_id, self._clock.monotonic())
         self._enter_stream()
         buffer: SegmentBuffer | None = None
         blocks = size_bytes = 0

@@ -88,6 +88,10 @@ class BlockStore:
         self._open[name] = _Write(tuple(keys), block_bytes, frozenset(missing), pinned)
         return missing
 
+    def check_write(self, name: str, lease_id: str, now: float) -> None:
+        """Raises the `HandleError` that says why nothing can be written under this handle."""
+        self._writing(name, lease_id, now)
+
     def begin_block(self, name: str, lease_id: str, index: int, now: float) -> int:
         """Makes room for a block that is about to arrive; its size in bytes. Extends the lease.
 

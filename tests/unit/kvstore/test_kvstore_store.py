@@ -223,7 +223,7 @@ class StoreModel(RuleBasedStateMachine):
         assert self.store.leases == len(self.leases) and self.store.blocks == len(self.visible)
 
 
-StoreModel.TestCase.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
+StoreModel.TestCase.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
 TestStoreModel = StoreModel.TestCase
 
 
