@@ -87,7 +87,9 @@ async def test_a_store_serves_evicts_and_fences_its_former_life() -> None:
         async with store_process("--redis-url=", "--limit-mib=4", "--lease-ttl-s=1") as first:
             assert first.ready["event"] == "ready" and first.ready["role"] == "kvstore"
             port = GrpcStore(channels, first.address)
-            writer, reader = (BlockStoreClient(port, IDENTITY, WIDE_LAYOUT, pages) for pages in (source, target))
+            writer, reader = (
+                BlockStoreClient(port, IDENTITY, WIDE_LAYOUT, pages, idle_timeout_s=20, cooldown_s=0) for pages in (source, target)
+            )
             assert await writer.store(hashes_of(3), [0, 1, 2], timeout_s=20) == 3
             assert await reader.fetch_prefix(hashes_of(3), [2, 1, 0], 0, timeout_s=20) == 3
             assert [target.bytes_of(p) for p in (2, 1, 0)] == [source.bytes_of(p) for p in (0, 1, 2)]

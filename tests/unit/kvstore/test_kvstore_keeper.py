@@ -263,8 +263,8 @@ async def test_a_failing_fetch_keeps_what_was_verified_and_never_raises(warp: Wa
     source, target = FakePages(4, seed=1), FakePages(4)
     hashes = hashes_of(4)
     await client_of(MemoryStore(keeper), source).store(hashes, [0, 1, 2, 3], timeout_s=5)
-    client = client_of(MemoryStore(keeper, warp), target)
-    assert await client.fetch_prefix(hashes, [0, 1, 2, 3], 0, timeout_s=0.3 if warp is _stall else 5) == blocks
+    client = BlockStoreClient(MemoryStore(keeper, warp), IDENTITY, LAYOUT, target, idle_timeout_s=0.3)
+    assert await client.fetch_prefix(hashes, [0, 1, 2, 3], 0, timeout_s=5) == blocks
     for page in range(4):
         assert target.bytes_of(page) == (source.bytes_of(page) if page < blocks else bytes(BLOCK))
     check_idle(keeper)
@@ -295,19 +295,56 @@ async def test_of_a_chain_over_the_memory_limit_the_head_is_kept() -> None:
     check_idle(keeper)
 
 
-async def test_a_dead_store_costs_no_request() -> None:
+async def test_a_dead_store_costs_one_request_a_little_and_the_others_nothing() -> None:
     keeper = make_keeper()
+    calls: list[str] = []
 
-    class Dead(MemoryStore):
+    class Dying(MemoryStore):
+        dead: str | None = None
+
         async def lookup(self, *args: object, **kwargs: object) -> object:  # type: ignore[override]
-            raise KvTransferError("UNAVAILABLE")
+            calls.append("lookup")
+            if self.dead == "gone":
+                raise KvTransferError("UNAVAILABLE")
+            if self.dead == "silent":
+                await asyncio.Event().wait()
+            return keeper.lookup(IDENTITY, LAYOUT, hashes_of(1))
 
         async def create(self, *args: object, **kwargs: object) -> object:  # type: ignore[override]
-            await asyncio.Event().wait()
+            calls.append("create")
+            raise KvTransferError("UNAVAILABLE")
 
-    dead = client_of(Dead(keeper), FakePages(4))
-    assert await dead.fetch_prefix(hashes_of(1), [0], 0, timeout_s=5) == 0
-    assert await dead.store(hashes_of(1), [0], timeout_s=0.1) == 0
+    clock = ManualClock()
+    store = Dying(keeper)
+    await client_of(MemoryStore(keeper), FakePages(4, seed=1)).store(hashes_of(1), [0], timeout_s=5)
+    client = BlockStoreClient(store, IDENTITY, LAYOUT, FakePages(4), idle_timeout_s=0.1, cooldown_s=5.0, clock=clock)
+    for how in ("gone", "silent"):
+        store.dead = how
+        for _ in range(3):
+            assert await client.fetch_prefix(hashes_of(1), [0], 0, timeout_s=5) == 0
+            assert await client.store(hashes_of(1), [0], timeout_s=5) == 0
+        assert calls == ["lookup"]
+        clock.advance(5)
+        store.dead = None
+        assert await client.fetch_prefix(hashes_of(1), [0], 0, timeout_s=5) == 1, "it is tried again"
+        calls.clear()
+    assert await client.store(hashes_of(1), [0], timeout_s=5) == 0
+    assert await client.fetch_prefix(hashes_of(1), [0], 0, timeout_s=5) == 0
+    assert calls == ["create"]
+
+
+async def test_a_refusal_is_no_reason_to_avoid_the_store() -> None:
+    keeper = make_keeper(max_streams=0)
+    store = MemoryStore(keeper)
+    client = client_of(store, FakePages(4, seed=1))
+    assert await client.store(hashes_of(1), [0], timeout_s=5) == 0
+    keeper._max_streams = 1
+    assert await client.store(hashes_of(1), [0], timeout_s=5) == 1
+    keeper._max_streams = 0
+    assert await client.fetch_prefix(hashes_of(1), [0], 0, timeout_s=5) == 0
+    keeper._max_streams = 1
+    assert await client.fetch_prefix(hashes_of(1), [0], 0, timeout_s=5) == 1
+    check_idle(keeper)
 
 
 @pytest.mark.parametrize("operation", ["fetch", "store"])

@@ -43,6 +43,8 @@ HANDLE = KvHandle(
     incarnation=5,
     locations=(StoreLocation("elsewhere"), PeerLocation("holder")),
 )
+EAGER = replace(HANDLE, lease=Lease("secret", 0.15))
+"""Its lease is renewed every 50 ms."""
 END = PullEnd(42, False, 99)
 
 
@@ -219,23 +221,23 @@ async def test_a_handle_that_cannot_be_the_takers_is_refused_without_a_call(
 
 
 async def test_silence_inside_a_segment_is_not_excused_by_renewals() -> None:
-    taker = Taker([start(0), HANG], idle_timeout_s=0.2)
+    taker = Taker([start(0), HANG], idle_timeout_s=0.5)
     with pytest.raises(KvTransferError, match="sign of life"):
-        await taker.pull()
+        await taker.pull(EAGER)
     assert taker.transfer.renewed >= 1 and taker.transfer.released == [HANDLE.name]
 
 
 async def test_a_holder_that_waits_for_prefill_has_time_while_it_renews() -> None:
-    taker = Taker([0.5, *block(0, 3), 0.5, END], idle_timeout_s=0.2)
-    await taker.pull()
+    taker = Taker([1.5, *block(0, 3), END], idle_timeout_s=1.0)
+    await taker.pull(EAGER)
     taker.check_pages(3)
     assert taker.transfer.renewed >= 4
 
 
 async def test_a_holder_that_neither_sends_nor_renews_is_given_up() -> None:
-    taker = Taker([HANG], idle_timeout_s=0.2, renews=False)
+    taker = Taker([HANG], idle_timeout_s=0.5, renews=False)
     with pytest.raises(KvTransferError, match="sign of life"):
-        await taker.pull()
+        await taker.pull(EAGER)
     assert taker.transfer.renewed == 1, "a lost lease is not asked for again"
 
 
@@ -311,9 +313,8 @@ async def test_letting_go_of_a_dead_holder_takes_bounded_time(monkeypatch: pytes
 
 async def test_keeping_a_handle_alive_renews_until_the_context_ends_and_passes_errors_through() -> None:
     taker = Taker([])
-    handle = replace(HANDLE, lease=Lease("secret", 0.15))
     with pytest.raises(ZeroDivisionError):
-        async with taker.puller.keep_alive(handle):
+        async with taker.puller.keep_alive(EAGER):
             await taker.transfer.renewed_again.wait()
             _ = 1 // 0
     renewed = taker.transfer.renewed
