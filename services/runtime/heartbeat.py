@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import math
 import random
@@ -159,7 +160,8 @@ class Heartbeat:
 
     async def _leave(self) -> None:
         worker = self._describe()
-        for leave in (lambda: self._registry.deregister(worker.worker_id, worker.incarnation), self._registry.close):
+        deregister = functools.partial(self._registry.deregister, worker.worker_id, worker.incarnation)
+        for leave in (deregister, self._registry.close):
             try:
                 async with asyncio.timeout(DEREGISTER_TIMEOUT_S):
                     await leave()

@@ -156,7 +156,8 @@ class RedisRegistry:
 
     async def close(self) -> None:
         """Closes the connections."""
-        await self._redis.aclose()
+        async with redis_errors(OPERATION_TIMEOUT_S):
+            await self._redis.aclose()
 
     async def _publish_batch(self, worker_id: str, incarnation: int, changes: Sequence[tuple[bytes, bool]]) -> None:
         keys = self._keys
