@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -27,6 +28,8 @@ async def test_a_suite_gives_a_client_traces_and_hold_of_every_process(tiny_mode
         spans = await suite.otlp.wait_for_trace(stream.completion.trace_id, lambda s: any(x.name == names.SPAN_KV_TRANSFER for x in s))
         assert {span.service for span in spans} >= {"kvrelay-prefill", "kvrelay-decode"}
 
+        assert await run_readme_example(suite.address) == 0
+
         suite.kill("prefill-0")
         stream = suite.client.generate(token_ids=PROMPT[::-1], max_tokens=4, ignore_eos=True)
         assert len([token async for token in stream]) == 4
@@ -47,6 +50,16 @@ async def test_a_suite_whose_model_is_missing_says_so(tmp_path: Path) -> None:
     with pytest.raises(StartError, match="before it was ready"):
         async with Suite(tmp_path, store=False):
             pass
+
+
+async def run_readme_example(address: str) -> int:
+    """The exit code of the README's Python example, sent to `address`."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    code = blocks[0].replace("127.0.0.1:50051", address)
+    assert address in code
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, cwd=ROOT, stdout=asyncio.subprocess.DEVNULL)
+    async with asyncio.timeout(60):
+        return await process.wait()
 
 
 async def run_demo(*args: str) -> tuple[int, str, str]:
