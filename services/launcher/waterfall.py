@@ -82,9 +82,11 @@ def is_complete(spans: Sequence[SpanLike]) -> bool:
     root = _last(spans, names.SPAN_GENERATE)
     if root is None or not _of(spans, names.SPAN_PREFILL_COMPUTE):
         return False
+    if root.attributes.get(names.GEN_AI_USAGE_OUTPUT_TOKENS, 2) < 2:
+        return True  # prefill's token was all, and whoever was to decode may have been told so in the middle of its pull
     if root.attributes.get(names.PATH) == "split" and not _of(spans, names.SPAN_KV_TRANSFER):
         return False
-    return root.attributes.get(names.GEN_AI_USAGE_OUTPUT_TOKENS, 2) < 2 or bool(_of(spans, names.SPAN_DECODE_COMPUTE))
+    return bool(_of(spans, names.SPAN_DECODE_COMPUTE))
 
 
 def build(spans: Sequence[SpanLike]) -> Waterfall:
@@ -94,13 +96,14 @@ def build(spans: Sequence[SpanLike]) -> Waterfall:
     # What later tries cost belongs to the wait for prefill.
     route = min(_of(spans, names.SPAN_ROUTE), key=lambda span: span.start_ns)
     compute = _required(spans, names.SPAN_PREFILL_COMPUTE)
-    transfer = _last(spans, names.SPAN_KV_TRANSFER) if root.attributes.get(names.PATH) == "split" else None
     decode = _last(spans, names.SPAN_DECODE_COMPUTE)
+    handed_over = decode is not None and root.attributes.get(names.PATH) == "split"
+    transfer = _last(spans, names.SPAN_KV_TRANSFER) if handed_over else None
     decode_queue = _last(spans, names.SPAN_DECODE_QUEUE)
     kv_ready = compute.end_ns
     if transfer is not None:
         kv_ready = max(kv_ready, decode_queue.start_ns if decode_queue is not None else transfer.end_ns)
-    decode_start = decode.start_ns if decode is not None else max(kv_ready, root.end_ns)
+    decode_start = decode.start_ns if decode is not None else kv_ready
     moments = (
         root.start_ns, admission.end_ns, route.end_ns, compute.start_ns, compute.end_ns, kv_ready, decode_start, root.end_ns,
     )  # fmt: skip

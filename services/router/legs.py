@@ -21,6 +21,9 @@ log = logging.getLogger(__name__)
 INBOX_EVENTS = 64
 """Events read ahead of a slow client; then the legs wait, and grpc's flow control holds the workers back."""
 
+LAST_STATUS_S = 0.1
+"""What a call that has said its last word gets to end by itself: cancelled, it would look like a failure in every trace."""
+
 
 class Legs:
     """Runs legs and puts what they say into one bounded inbox; leaving the context cancels those that still run.
@@ -36,6 +39,8 @@ class Legs:
         self._accept_timeout_s = accept_timeout_s
         self._group = asyncio.TaskGroup()
         self._tasks: dict[Leg, asyncio.Task[None]] = {}
+        self._ending: set[asyncio.Task[None]] = set()
+        """Have said their last word."""
         self.inbox: asyncio.Queue[Event] = asyncio.Queue(INBOX_EVENTS)
 
     async def __aenter__(self) -> Legs:
@@ -43,9 +48,13 @@ class Legs:
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for task in self._tasks.values():
-            task.cancel()
-        await self._group.__aexit__(None, None, None)
+        try:
+            if kind is None and self._ending:
+                await asyncio.wait(self._ending, timeout=LAST_STATUS_S)
+        finally:
+            for task in self._tasks.values():
+                task.cancel()
+            await self._group.__aexit__(None, None, None)
 
     def start(self, leg: Leg, job: Job, handle: KvHandle | None, dispatch: Dispatch, timeout_s: float) -> None:
         """In the caller's context: its current span is the parent of the call's."""
@@ -100,6 +109,8 @@ class Legs:
             async for event in events:
                 if isinstance(event, FirstToken | DecodeToken):
                     dispatch.prefilled(self._clock.monotonic())
+                if isinstance(event, PrefillDone | DecodeDone):
+                    self._ending.add(self._tasks[leg])
                 await self._put(leg, event)
         return None if isinstance(event, PrefillDone | DecodeDone) else WorkerLostError(f"worker {who} ended its stream early", worker=who)
 

@@ -104,6 +104,14 @@ def test_after_a_fallback_the_try_that_succeeded_is_drawn() -> None:
     assert "on prefill-0" in waterfall.build(spans).phases[3].note
 
 
+def test_an_answer_of_one_token_needs_no_decode() -> None:
+    spans = [s for s in split_trace() if s.name not in (names.SPAN_KV_TRANSFER, names.SPAN_DECODE_QUEUE, names.SPAN_DECODE_COMPUTE)]
+    spans[0] = replace(spans[0], attributes={**spans[0].attributes, names.GEN_AI_USAGE_OUTPUT_TOKENS: 1})
+    assert waterfall.is_complete(spans)
+    timings = replace(TIMINGS, exposed_transfer_s=0.0, decode_queue_s=0.0, decode_s=0.4)
+    assert waterfall.disagreements(waterfall.build(spans), timings) == []
+
+
 def test_what_a_second_try_costs_is_the_wait_for_prefill() -> None:
     spans = [*split_trace(), span(names.SPAN_ROUTE, 16, 17)]
     assert waterfall.disagreements(waterfall.build(spans), TIMINGS) == []
