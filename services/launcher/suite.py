@@ -24,6 +24,8 @@ from services.runtime.embedded_redis import EmbeddedRedis
 
 REDIS_CHECK_S = 1.0
 OWN_VARIABLES = frozenset(f"KVRELAY_{field.name.upper()}" for field in fields(SuiteSettings))
+OTLP_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
+"""OpenTelemetry's own name for `--otlp-endpoint`."""
 CONNECT_HOSTS = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}
 
 
@@ -50,6 +52,7 @@ async def running_suite(settings: SuiteSettings, environ: Mapping[str, str], rep
     """
     settings.validate()
     # What this process was told by environment it tells the services by flags; the same variable may mean something else to them.
+    settings = replace(settings, otlp_endpoint=settings.otlp_endpoint or environ.get(OTLP_VARIABLE, ""))
     environ = {name: value for name, value in environ.items() if name not in OWN_VARIABLES}
     check_port_free(settings.host, settings.port)
     settings = await resolve_model(settings, environ, report)
