@@ -23,9 +23,7 @@ class SuiteSettings:
     port: int = setting(50051, "port of the router; 0: any free one", unit="port", minimum=0, maximum=65535)
     redis_url: str = setting("", "registry, such as redis://host:6379/0; empty: an embedded server that ends with the suite")
     namespace: str = setting("kvrelay", "prefix of every key in Redis; suites that share a Redis differ in it")
-    otlp_endpoint: str = setting(
-        "", "where spans go (OTLP over gRPC); empty: where $OTEL_EXPORTER_OTLP_ENDPOINT says, or nowhere"
-    )
+    otlp_endpoint: str = setting("", "where spans go (OTLP over gRPC); empty: where $OTEL_EXPORTER_OTLP_ENDPOINT says, or nowhere")
     dtype: str = setting("bfloat16", "dtype of weights, arithmetic and KV", choices=("bfloat16", "float32"))
     device: str = setting("cpu", "torch device of the workers")
     threads: int = setting(
