@@ -260,7 +260,8 @@ class Fleet:
         pairs = []
         for prefill in (worker for worker in live if worker.role == "prefill"):
             for decode in (worker for worker in live if worker.role == "decode"):
-                found = list(_differences(prefill, decode))
+                # A field that identity and layout both have is named once.
+                found = list(dict.fromkeys(_differences(prefill, decode)))
                 if found:
                     pairs.append(IncompatiblePair(prefill.worker_id, decode.worker_id, found))
         return pairs
