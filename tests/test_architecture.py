@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -271,6 +272,12 @@ def test_public_modules_say_what_they_are() -> None:
 def test_generated_packages_can_be_imported() -> None:
     for folder in ("kvrelay", "kvrelay/kv", "kvrelay/kv/v1", "kvrelay/inference", "kvrelay/inference/v1"):
         assert (ROOT / folder / "__init__.py").is_file(), folder
+
+
+def test_the_wheel_holds_the_whole_sdk_and_nothing_else() -> None:
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["packages"]
+    present = {path.parent.relative_to(ROOT).as_posix().replace("/", ".") for path in (ROOT / "kvrelay").rglob("__init__.py")}
+    assert set(declared) == present
 
 
 @cache
