@@ -29,6 +29,7 @@ from services.engine.detokenizer import AnswerText, TokenBytes
 from services.engine.scheduler import Chunk, Scheduler, SchedulerLimits
 from services.engine.sequence import Phase, SequenceState
 from services.engine.validation import RequestLimits
+from services.runtime.offloop import assert_off_loop
 
 log = logging.getLogger(__name__)
 
@@ -103,6 +104,7 @@ class EngineCore:
 
     def add(self, request: EngineRequest, now_ns: int) -> None:
         """Queues a request. Raises the `InvalidRequestError`s of `RequestLimits.check`, and `OverloadedError`."""
+        assert_off_loop("hashing a prompt")
         if request.request_id in self._live:
             raise InvalidRequestError(f"request {request.request_id} is already here", field="request_id")
         self._limits.check(request)

@@ -11,6 +11,7 @@ from services.engine.core import StepEntry
 from services.engine.kv_pool import KvPool
 from services.engine.model import ForwardBatch, ForwardEntry, LlamaModel
 from services.engine.sampler import SampledToken, sample
+from services.runtime.offloop import assert_off_loop
 
 
 class DeviceModel:
@@ -21,6 +22,7 @@ class DeviceModel:
         self.pool = pool
 
     def forward(self, entries: Sequence[StepEntry]) -> torch.Tensor:
+        assert_off_loop("a forward pass")
         batch = ForwardBatch([ForwardEntry(entry.token_ids, entry.start, entry.pages, entry.sample) for entry in entries])
         return self.model.forward(batch, self.pool)
 
@@ -34,4 +36,5 @@ class DeviceModel:
         output_ids: Sequence[int],
         blocked_ids: Collection[int],
     ) -> SampledToken:
+        assert_off_loop("drawing a token")
         return sample(row, params, index=index, prompt_ids=prompt_ids, output_ids=output_ids, blocked_ids=blocked_ids)

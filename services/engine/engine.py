@@ -27,6 +27,7 @@ from services.engine.runner import Add, Release, Resume, Runner, RunnerOptions, 
 from services.engine.scheduler import RETRY_AFTER_S, SchedulerLimits
 from services.engine.stream import Stream
 from services.engine.validation import RequestLimits
+from services.runtime.offloop import assert_off_loop
 
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """Tokens a page can hold."""
@@ -267,6 +268,7 @@ class Engine:
 
     def _build(self) -> EngineCore:
         """On the runner's thread: everything that is slow or touches torch."""
+        assert_off_loop("loading a model")
         settings = self._settings
         dtype, device = settings.check()
         scheduling = SchedulerLimits(settings.max_num_batched_tokens, settings.max_num_seqs, settings.max_waiting)

@@ -26,7 +26,7 @@ from services.relay.copying import gather, run_to_end, wait_through_cancels
 from services.relay.leases import LeaseEnd, LeaseTable, refusal
 from services.relay.transfer import HANDLE_PREFIX, PullEnd, PullEvent, PullRequest, SegmentChunk, SegmentStart, blocks_per_segment
 from services.runtime.clock import Clock
-from services.runtime.offloop import run_off_loop
+from services.runtime.offloop import assert_off_loop, run_off_loop
 
 
 class HeldKv:
@@ -137,18 +137,16 @@ class HeldKv:
             await self._changed.wait()
 
     async def _read(self, first_block: int, end_block: int) -> tuple[list[bytes], int]:
-        """Copies blocks; raises if the handle ended meanwhile, because the pages may then hold anything."""
+        """Copies blocks. What it returns is worth nothing if the handle ended meanwhile."""
         assert self._pages is not None
         views = [self._holder.pages.page_view(page) for page in self._pages[first_block:end_block]]
         self._copying += 1
         try:
-            chunks, crc = await run_to_end(lambda: gather(views))
+            return await run_to_end(lambda: gather(views))
         finally:
             self._copying -= 1
             if self._why is not None and self._copying == 0:
                 self._free.set()
-        self._raise_if_over()
-        return chunks, crc
 
 
 class KvHolder:
@@ -190,9 +188,10 @@ class KvHolder:
         Raises `OverloadedError` when `max_handles` are live. The caller owns the result and must see it to its end.
         """
         block_size = self.layout.block_size
-        root = hashing.root_hash(self._root_fingerprint, cache_salt)
 
         def chain() -> tuple[tuple[bytes, ...], bytes]:
+            assert_off_loop("hashing a prompt")
+            root = hashing.root_hash(self._root_fingerprint, cache_salt)
             return tuple(hashing.block_hashes(root, token_ids, block_size)), hashing.prompt_digest(root, token_ids, block_size)
 
         hashes, digest = await run_off_loop(chain)

@@ -140,6 +140,7 @@ class Tokenizers:
 
 
 def _checked(files: Mapping[str, bytes], digest: str, worker_id: str) -> ModelTokenizer:
+    assert_off_loop("hashing a tokenizer")
     actual = hashing.tokenizer_digest(files)
     if actual != digest:
         raise InternalError(f"worker {worker_id} sent a tokenizer of digest {actual} for {digest}")

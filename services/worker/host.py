@@ -21,7 +21,7 @@ from services.relay.transports.grpc import GrpcStore
 from services.runtime.channels import ChannelPool
 from services.runtime.entry import background
 from services.runtime.heartbeat import Heartbeat
-from services.runtime.offloop import run_off_loop
+from services.runtime.offloop import assert_off_loop, run_off_loop
 from services.runtime.ports import Topology, WorkerInfo, WorkerLoad
 from services.runtime.process import announce_ready, run_until_stopped
 from services.runtime.registry import RedisRegistry
@@ -160,6 +160,7 @@ async def worker_host(role: str, settings: WorkerSettings) -> AsyncIterator[Work
 
 
 def _model_folder(settings: WorkerSettings) -> Path:
+    assert_off_loop("looking for a model")
     return resolve_model(settings.model, Path(settings.cache_dir).expanduser())
 
 

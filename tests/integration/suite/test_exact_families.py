@@ -12,6 +12,7 @@ import torch
 
 from services.engine.api import EngineRequest
 from services.engine.model import load_model
+from services.runtime.offloop import run_off_loop
 from tests.integration.suite.paths_kit import Ask, Fleet, Seen, differences, fleet_of_models
 from tests.integration.test_engine import DTYPES, Worker, random_requests
 from tests.tiny_models import write_tiny_model
@@ -72,7 +73,7 @@ async def test_every_path_gives_the_same_bits_alone_and_eight_at_a_time_cold_and
     requests = random_requests(len(family), REQUESTS)
     asks = [ask_of(request) for request in requests]
     wanted = await families.all("split", asks, together=1, model=family, cache_salt="alone")
-    assert [seen.ids for seen in wanted] == in_process(folders[family], CASES[family][0], requests)
+    assert [seen.ids for seen in wanted] == await run_off_loop(in_process, folders[family], CASES[family][0], requests)
 
     async def check(path: str, salt: str, together: int = 8) -> list[Seen]:
         seen = await families.all(path, asks, together=together, model=family, cache_salt=salt)
