@@ -146,6 +146,7 @@ def _channel_options(target: str, max_message_bytes: int) -> list[tuple[str, int
         # A host that vanished without a word is noticed by pings, while calls are open.
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.http2.ping_timeout_ms", 10_000),
         ("grpc.http2.max_pings_without_data", 0),
         # Clients do not inherit one another's broken connections.
         ("grpc.use_local_subchannel_pool", 1),

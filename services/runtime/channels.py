@@ -25,6 +25,8 @@ def channel_options(max_message_bytes: int) -> list[tuple[str, int]]:
         # A host that vanished without a word is noticed by pings, while calls are open.
         ("grpc.keepalive_time_ms", 10_000),
         ("grpc.keepalive_timeout_ms", 5_000),
+        # The one that counts: a ping without an answer. grpc's default keeps a request on a frozen peer for over a minute.
+        ("grpc.http2.ping_timeout_ms", 5_000),
         ("grpc.http2.max_pings_without_data", 0),
         # Peers are inside; a proxy from the environment would see host names it can't resolve.
         ("grpc.enable_http_proxy", 0),
