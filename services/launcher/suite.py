@@ -146,6 +146,7 @@ async def _keep_redis(redis: EmbeddedRedis, report: Callable[[str], None]) -> No
         if redis.died:
             report("the embedded Redis died; starting it again")
             try:
+                # It dies with the thread that starts it: those of the loop's executor live as long as the loop.
                 await asyncio.to_thread(redis.restart)
             except (OSError, KvRelayError) as error:
                 report(f"the embedded Redis did not come back: {error}")
