@@ -22,7 +22,7 @@ from services.kvstore.memory import Block
 from services.kvstore.store import BlockStore
 
 SIZE = 10
-LIMIT = 7 * SIZE + 5
+LIMIT = 5 * SIZE + 5
 TTL_S = 10.0
 MAX_LEASES = 5
 
@@ -173,6 +173,15 @@ class StoreModel(RuleBasedStateMachine):
         self.visible.update(dict.fromkeys(fresh, 0))
         self.use(lease.keys[:length])
 
+    @rule(path=paths)
+    def store_whole_chain(self, path: str) -> None:
+        """All of a write in one step, so that memory runs out often."""
+        name = self.create(path)
+        if isinstance(name, str):
+            for index in range(len(path)):
+                self.write(name, index, "finish")
+            self.commit(name)
+
     @rule(name=handles, index=st.integers(0, 4))
     def read(self, name: str, index: int) -> None:
         lease = self.alive(name)
@@ -295,6 +304,14 @@ def test_the_tail_of_the_least_recently_used_chain_goes_first() -> None:
     assert store.evicted == 4
 
 
+def test_a_chain_that_grew_still_loses_its_tail_first() -> None:
+    store = BlockStore(2 * SIZE, TTL_S)
+    fill(store, "a")
+    fill(store, "ab", 1.0)
+    fill(store, "c", 2.0)
+    assert stored(store) == {"a", "c"}
+
+
 def test_what_is_being_read_stays_and_memory_that_is_all_in_use_refuses_writers() -> None:
     store = BlockStore(3 * SIZE, TTL_S)
     fill(store, "aaa")
@@ -308,6 +325,20 @@ def test_what_is_being_read_stays_and_memory_that_is_all_in_use_refuses_writers(
     assert caught.value.retry_after_s is not None and stored(store) == {"a", "aa"}
     assert store.block("r", "s", 1, 2.0) == block(b"aa")
     store.check_integrity()
+
+
+def test_what_an_open_write_builds_on_stays() -> None:
+    store = BlockStore(2 * SIZE, TTL_S)
+    fill(store, "a")
+    assert store.create("w", "s", chain("ab"), SIZE, 0.0) == [1]
+    store.create("v", "s", chain("cc"), SIZE, 0.0)
+    store.begin_block("v", "s", 0, 0.0)
+    with pytest.raises(OverloadedError):
+        store.begin_block("w", "s", 1, 0.0)
+    store.release("v", "s", 0.0)
+    store.begin_block("w", "s", 1, 0.0)
+    store.finish_block("w", "s", 1, block(b"ab"), 0.0)
+    assert store.commit("w", "s", 0.0) == 1 and stored(store) == {"a", "ab"}
 
 
 def test_a_write_that_cannot_fit_evicts_nothing() -> None:

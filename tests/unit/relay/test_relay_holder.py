@@ -287,6 +287,31 @@ async def test_an_overdue_lease_stops_a_reader_even_before_the_sweep() -> None:
     assert await held.ended() == "expired"
 
 
+async def test_what_was_copied_while_the_lease_ran_out_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = ManualClock()
+
+    def slow_gather(views: list[memoryview]) -> tuple[list[bytes], int]:
+        clock.advance(10)
+        return gather(views)
+
+    monkeypatch.setattr(holder_module, "gather", slow_gather)
+    holder = make_holder(FakePages(8, seed=1), clock, ttl_s=10.0)
+    held = await holder.hold(tokens(8), pages=[0, 1])
+    complete(held)
+    with pytest.raises(LeaseExpiredError):
+        await drain(holder, request_of(held.handle))
+    assert await held.ended() == "expired" and held.served.blocks == 0
+
+
+async def test_pages_are_free_before_the_taker_has_read_the_last_message() -> None:
+    holder = make_holder(FakePages(8, seed=1))
+    held = await holder.hold(tokens(8), pages=[0, 1])
+    complete(held)
+    async with aclosing(holder.pull(request_of(held.handle))) as events:
+        assert [type(await anext(events)) for _ in range(3)] == [SegmentStart, SegmentChunk, PullEnd]
+        assert await held.ended() == "released"
+
+
 @pytest.mark.parametrize("ending", ["expiry", "fail", "release", "revoke", "cancel"])
 async def test_pages_are_free_only_after_the_last_copy(ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
     began, go = threading.Event(), threading.Event()
