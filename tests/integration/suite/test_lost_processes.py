@@ -113,7 +113,7 @@ async def _busy(suite: Suite, stubs: Wire, names: Sequence[str]) -> str:
     return found
 
 
-async def test_decode_killed(tiny_model: Path) -> None:
+async def test_decode_killed_or_frozen(tiny_model: Path) -> None:
     async with Suite(tiny_model, mode="split", store=False, lease_ttl_s=LEASE_S, **SLOW) as suite, Wire() as stubs:
         # During the hand-over, with nobody to take over: one typed error; prefill frees what it held.
         prompt = prompt_of(LONG, seed=1)
@@ -131,18 +131,22 @@ async def test_decode_killed(tiny_model: Path) -> None:
         await until_ready(suite, "decode-0", "decode-1")
         await answers_split(suite, tiny_model, seed=3)
 
-        # In the middle of the answer, with another: it goes on there, and no token comes twice or is lost.
-        prompt = prompt_of(100, seed=4)
-        right = right_answer(tiny_model, prompt, 150)
-        async with suite.client.generate(token_ids=prompt, max_tokens=150, ignore_eos=True) as stream:
-            for _ in range(10):
-                await anext(stream)
-            victim = await _busy(suite, stubs, ["decode-0", "decode-1"])
-            suite.kill(victim)
-            answer = await stream.collect()
-        assert answer.token_ids == right
-        assert answer.completion.path == "fallback", stream.decision
-        assert answer.completion.usage.completion_tokens == 150
+        # In the middle of the answer, with another: it goes on there, and no token comes twice or is lost. First frozen, then killed.
+        for seed, fault in ((4, signal.SIGSTOP), (6, signal.SIGKILL)):
+            prompt = prompt_of(100, seed)
+            async with suite.client.generate(token_ids=prompt, max_tokens=150, ignore_eos=True) as stream:
+                for _ in range(10):
+                    await anext(stream)
+                victim = await _busy(suite, stubs, ["decode-0", "decode-1"])
+                suite.signal(victim, fault)
+                answer = await asyncio.wait_for(stream.collect(), 40)
+            assert answer.token_ids == right_answer(tiny_model, prompt, 150)
+            assert answer.completion.path == "fallback", stream.decision
+            assert answer.completion.usage.completion_tokens == 150
+            if fault is signal.SIGSTOP:
+                suite.signal(victim, signal.SIGCONT)
+                await at_rest(suite, stubs, LEASE_S + 1)
+                await until_ready(suite, "decode-0", "decode-1")
         await ended(suite, victim)
         await at_rest(suite, stubs, LEASE_S + 1)
         await answers_rightly(suite, tiny_model, prompt_of(64, seed=5))
