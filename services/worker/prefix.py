@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from kvrelay import hashing
 from kvrelay.errors import KvRelayError
+from kvrelay.values import StopConditions
 from services.engine.api import Admitted, EnginePort, EngineRequest
 from services.relay.store_client import BlockStoreClient
 from services.runtime.deadline import remaining_s
@@ -73,11 +74,20 @@ class PrefixExchange:
                 await self._write(job)
             except KvRelayError as error:
                 log.warning("blocks not stored: %s", error, extra={"request_id": job.request_id, "reason": error.reason})
+            except TimeoutError:
+                log.warning("blocks not stored: not within %g s", STORE_TIMEOUT_S, extra={"request_id": job.request_id})
 
     async def _write(self, job: Job) -> None:
         assert self._store is not None
         # A held request pins the blocks in the cache for as long as they are read, by the same rule as any other request.
-        request = EngineRequest(f"store/{job.request_id}", job.token_ids, cache_salt=job.cache_salt, prefill_only=True, hold=True)
+        request = EngineRequest(
+            f"store/{job.request_id}",
+            job.token_ids,
+            stop=StopConditions(max_tokens=1),
+            cache_salt=job.cache_salt,
+            prefill_only=True,
+            hold=True,
+        )
         hashes = await run_off_loop(self._hash, job)
         async with self._engine.open(request) as stream, asyncio.timeout(STORE_TIMEOUT_S):
             admitted = await anext(stream)
