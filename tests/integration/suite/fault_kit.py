@@ -34,7 +34,7 @@ from tests.suite import Suite
 
 SLOW: dict[str, Any] = {"max_num_batched_tokens": 2, "max_num_seqs": 2}
 """Worker settings that make prefill of a tiny model slow enough to be met in the middle."""
-SHORT_WAIT_S = 5.0
+SHORT_WAIT_S = 8.0
 """Pages and leases are back within this, unless a lease has to run out first."""
 POLL_S = 0.05
 

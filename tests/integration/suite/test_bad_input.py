@@ -104,9 +104,9 @@ async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World
 
 @pytest_asyncio.fixture(loop_scope="module", autouse=True)
 async def nothing_started(world: World) -> AsyncIterator[None]:
-    """Every refusal leaves the fleet as idle as it found it, at once."""
+    """Every refusal leaves the fleet as idle as it found it."""
     yield
-    await at_rest(world.suite, world.stubs, 2.0)
+    await at_rest(world.suite, world.stubs)
 
 
 def request_with(**parts: Any) -> router_service_pb2.GenerateRequest:

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 from kvrelay import hashing, wire
 from kvrelay.errors import FingerprintMismatchError
 from kvrelay.kv.v1 import handle_pb2, kv_store_service_pb2
@@ -27,6 +29,8 @@ from tests.integration.suite.fault_kit import (
 )
 from tests.suite import Suite
 from tests.tiny_models import write_tiny_model
+
+pytestmark = pytest.mark.timeout(300)
 
 BLOCK = 16
 

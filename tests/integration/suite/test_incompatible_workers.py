@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from kvrelay.fleet import FieldDifference
@@ -28,6 +29,8 @@ from tests.integration.suite.fault_kit import (
 )
 from tests.suite import Suite
 from tests.tiny_models import write_tiny_model
+
+pytestmark = pytest.mark.timeout(300)
 
 NAME = "tiny"
 FIELDS = {

@@ -7,6 +7,8 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 import kvrelay
 from kvrelay.errors import DeadlineExceededError, DrainingError, KvRelayError, UnavailableError
 from tests.integration.suite.fault_kit import (
@@ -25,6 +27,8 @@ from tests.integration.suite.fault_kit import (
     running,
 )
 from tests.suite import Suite
+
+pytestmark = pytest.mark.timeout(300)
 
 LEASE_S = 3.0
 LONG = 1200

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import grpc
+import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import kvrelay
@@ -14,6 +15,8 @@ from kvrelay.errors import KvRelayError, UnavailableError
 from services.launcher.plan import ProcessSpec, router_processes
 from tests.integration.suite.fault_kit import Wire, answers_rightly, at_rest, errors_logged, eventually, prompt_of, right_answer, running
 from tests.suite import Suite
+
+pytestmark = pytest.mark.timeout(300)
 
 OUTAGE_S = 15.0
 BACK_WITHIN_S = 10.0
