@@ -77,7 +77,8 @@ def check_one_trace(spans: Sequence[ReceivedSpan], parent: str = "", cancelled: 
     assert [(span.service, span.kind) for span in roots] == [("kvrelay-router", "SERVER")], roots
     requests = {span.attributes[names.REQUEST_ID] for span in spans if names.REQUEST_ID in span.attributes}
     assert len({request.partition(".")[0] for request in requests}) == 1, requests
-    failed = [span for span in spans if span.status == "ERROR"]
+    # A renewal that is under way when its pull is over is dropped.
+    failed = [span for span in spans if span.status == "ERROR" and not span.name.endswith("/RenewLeases")]
     assert not failed or (cancelled and {span.attributes[names.ERROR_TYPE] for span in failed} == {"CANCELLED"}), failed
 
 
