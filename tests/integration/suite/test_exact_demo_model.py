@@ -7,6 +7,7 @@ import os
 from collections.abc import AsyncIterator, Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -86,7 +87,7 @@ async def test_fp32_is_token_for_token_what_transformers_generates_on_every_path
     demo: Fleet, folders: dict[str, Path], prompts: list[list[int]]
 ) -> None:
     pytest.importorskip("transformers")
-    options = {"model": "float32", "max_tokens": ANSWER_TOKENS, "ignore_eos": True, "cache_salt": "fp32"}
+    options: dict[str, Any] = {"model": "float32", "max_tokens": ANSWER_TOKENS, "ignore_eos": True, "cache_salt": "fp32"}
     asks = [Ask(prompt) for prompt in prompts]
     split = await demo.all("split", asks, **options)
     check_same(split, await demo.all("colocated", asks, **options), "colocated, with the KV that was handed over")
@@ -106,7 +107,8 @@ def greedy(folder: Path, prompts: Sequence[Sequence[int]], answers: Sequence[Seq
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        reference = model.eval()
         found = []
         for prompt, answer in zip(prompts, answers, strict=True):
             with torch.inference_mode():
@@ -120,7 +122,7 @@ def greedy(folder: Path, prompts: Sequence[Sequence[int]], answers: Sequence[Seq
 async def test_bf16_gives_the_same_bits_on_every_path_alone_and_eight_at_a_time_cold_and_warm(
     demo: Fleet, prompts: list[list[int]]
 ) -> None:
-    options = {"model": "bfloat16", "max_tokens": ANSWER_TOKENS, "logprobs": 2}
+    options: dict[str, Any] = {"model": "bfloat16", "max_tokens": ANSWER_TOKENS, "logprobs": 2}
     asks = [Ask(prompts[-1])]  # the longest goes first, and in the split alone: how much of it arrives early is looked at below
     asks += [Ask(prompt) for prompt in prompts[:-1]]
     asks += [Ask(prompt, {**SAMPLED, "seed": number}) for number, prompt in enumerate(prompts[:7])]

@@ -26,7 +26,7 @@ CASES = {
     "mistral": ("bfloat16", 64, 256),
 }
 """Family: dtype, chunk budget of prefill and of decode; 4096 is more than any prompt here."""
-REQUESTS = 30
+REQUESTS = 24
 
 
 @pytest.fixture(scope="module")

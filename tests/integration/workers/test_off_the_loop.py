@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -142,7 +143,7 @@ async def test_a_hand_over_computes_nothing_on_the_event_loop(tiny_model: Path, 
     def sha256(data: bytes = b"") -> Any:
         return watch("prompt hash" if len(data) >= BLOCK_BYTES else "sha256 of little", real.sha256, data)
 
-    real = hashing.hashlib
+    real = hashlib
     monkeypatch.setattr(hashing, "hashlib", SimpleNamespace(sha256=sha256))
     forward = LlamaModel.forward
     monkeypatch.setattr(LlamaModel, "forward", lambda *args: watch("forward", forward, *args))
