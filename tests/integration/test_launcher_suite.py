@@ -25,9 +25,12 @@ async def test_a_suite_gives_a_client_traces_and_hold_of_every_process(tiny_mode
         assert len([token async for token in stream]) == 4
         assert stream.completion is not None
         assert suite.otlp is not None
-        services = {"kvrelay-router", "kvrelay-prefill", "kvrelay-decode"}
-        spans = await suite.otlp.wait_for_trace(stream.completion.trace_id, lambda spans: services <= {span.service for span in spans})
-        assert names.SPAN_GENERATE in {span.name for span in spans}
+        expected = {
+            ("kvrelay-router", names.SPAN_GENERATE),
+            ("kvrelay-prefill", names.SPAN_PREFILL_COMPUTE),
+            ("kvrelay-decode", names.SPAN_DECODE_COMPUTE),
+        }
+        await suite.otlp.wait_for_trace(stream.completion.trace_id, lambda spans: expected <= {(span.service, span.name) for span in spans})
 
         assert await run_readme_example(suite.address) == 0
 
