@@ -120,7 +120,7 @@ def greedy(folder: Path, prompts: Sequence[Sequence[int]], answers: Sequence[Seq
 
 
 async def test_bf16_gives_the_same_bits_on_every_path_alone_and_eight_at_a_time_cold_and_warm(
-    demo: Fleet, prompts: list[list[int]]
+    demo: Fleet, folders: dict[str, Path], prompts: list[list[int]]
 ) -> None:
     options: dict[str, Any] = {"model": "bfloat16", "max_tokens": ANSWER_TOKENS, "logprobs": 2}
     asks = [Ask(prompts[-1])]  # the longest goes first, and in the split alone: how much of it arrives early is looked at below
@@ -138,6 +138,8 @@ async def test_bf16_gives_the_same_bits_on_every_path_alone_and_eight_at_a_time_
     check_same(split[:6], alone, "split, warm, alone")
     greedy, sampled = split[1:8], split[-7:]
     assert any(one.ids != other.ids for one, other in zip(greedy, sampled, strict=True))
+    tokenizer = Tokenizer.from_file(str(folders["bfloat16"] / "tokenizer.json"))
+    assert [seen.text for seen in split] == [tokenizer.decode(seen.ids, skip_special_tokens=True) for seen in split]
     await check_arrives_early(demo, split[0])
 
 
