@@ -126,7 +126,7 @@ def test_the_drawing_tells_times_bytes_and_rates() -> None:
         "ITL mean 24.8 ms, p99 90.0 ms", "the phases add up",
     ):  # fmt: skip
         assert expected in text
-    assert all(len(line) <= 125 for line in text.splitlines())
+    assert all(len(line) <= 125 and line == line.rstrip() for line in text.splitlines())
 
 
 def test_a_waterfall_that_does_not_add_up_says_so() -> None:
