@@ -180,9 +180,8 @@ def _row(waterfall: Waterfall, bar: Bar, columns: int, block: str, note: str) ->
     first = round(columns * min(max(bar.start_ns - waterfall.start_ns, 0), span) / span)
     last = round(columns * min(max(bar.end_ns - waterfall.start_ns, 0), span) / span)
     drawn = block * (last - first) or "▏"
-    return (
-        f"  {bar.label:<17}{max(0.0, bar.ms):>10,.1f} ms  {' ' * min(first, columns - 1)}{drawn}".ljust(columns + 33) + f" {note}".rstrip()
-    )
+    bar_text = f"  {bar.label:<17}{max(0.0, bar.ms):>10,.1f} ms  {' ' * min(first, columns - 1)}{drawn}"
+    return f"{bar_text:<{columns + 33}} {note}".rstrip()
 
 
 def _hand_over(waterfall: Waterfall) -> str:
