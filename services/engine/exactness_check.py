@@ -22,9 +22,7 @@ def violations(
     return [*_linear_violations(dtype, rules, shapes, generator), *_attention_violations(dtype, rules, heads, generator)]
 
 
-def _linear_violations(
-    dtype: torch.dtype, rules: Rules, shapes: tuple[tuple[int, int], ...], generator: torch.Generator
-) -> Iterator[str]:
+def _linear_violations(dtype: torch.dtype, rules: Rules, shapes: tuple[tuple[int, int], ...], generator: torch.Generator) -> Iterator[str]:
     for columns_out, columns_in in shapes:
         linear = Linear(torch.randn(columns_out, columns_in, generator=generator).mul(columns_in**-0.5).to(dtype), None, rules)
         rows = torch.randn(160, columns_in, generator=generator).to(dtype)

@@ -52,9 +52,7 @@ class LlamaModel:
         self.rules = rules_for(dtype, self.device)
         self._head = Linear(weights.head, None, self.rules)
         self._embedding = weights.embedding
-        self._layers = [
-            _Layer(config, layer, window, self.rules) for layer, window in zip(weights.layers, config.windows, strict=True)
-        ]
+        self._layers = [_Layer(config, layer, window, self.rules) for layer, window in zip(weights.layers, config.windows, strict=True)]
         self._final_norm = RmsNorm(weights.final_norm, config.norm_epsilon)
         self._rope = Rope(config, self.device)
         self._windows = frozenset(config.windows)

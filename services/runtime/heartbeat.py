@@ -212,9 +212,19 @@ class BlockLedger:
         self._dirty = dict(self._held)
 
     def slice_to_renew(self, parts: int) -> list[bytes]:
-        """A `parts`-th of what is published, the longest ago first."""
-        count = math.ceil(len(self._published) / parts)
-        return [block for block, _ in zip(self._published, range(count), strict=False)]
+        """A `parts`-th of what is held and published, the longest ago first, with what lies between and is not held any more.
+
+        Sized by what is held, which renewing does not change: `parts` slices reach every published block.
+        """
+        room = math.ceil(sum(block in self._held for block in self._published) / parts)
+        found = []
+        for block in self._published:
+            if block in self._held:
+                if room == 0:
+                    break
+                room -= 1
+            found.append(block)
+        return found
 
     def _mark(self, block: bytes) -> None:
         if (block in self._held) == (block in self._published):
