@@ -54,7 +54,9 @@ class Decoder:
                     case Admitted(pages=pages, cached_tokens=cached):
                         imported = cached
                         if self._prefixes.enabled:
+                            began_ns = self._clock.time_ns()
                             imported = await self._prefixes.fetch(job, pages, cached)
+                            trace.fetched(began_ns, self._clock.time_ns(), imported - cached)
                             stream.resume(imported)
                         yield DecodeAccepted(imported)
                     case PrefillProgress():

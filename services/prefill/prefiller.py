@@ -129,7 +129,9 @@ class Prefiller:
                     held.set_pages(pages)
                     held.progress(cached)
                     if self._prefixes.enabled:
+                        began_ns = self._clock.time_ns()
                         imported = await self._prefixes.fetch(job, pages, cached)
+                        trace.fetched(began_ns, self._clock.time_ns(), imported - cached)
                         held.progress(max(imported, cached))
                         stream.resume(imported)
                 case PrefillProgress():

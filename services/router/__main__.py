@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 from contextlib import AsyncExitStack
 
@@ -31,7 +30,7 @@ async def serve(settings: RouterSettings) -> None:
     router_id = settings.worker_id or f"router-{secrets.token_hex(4)}"
     clock, mode = SystemClock(), Mode(settings.mode)
     async with AsyncExitStack() as stack:
-        telemetry = Telemetry.start("kvrelay-router", router_id, settings.otlp_endpoint, os.environ)
+        telemetry = Telemetry.start("kvrelay-router", router_id, settings.otlp_endpoint)
         stack.push_async_callback(telemetry.shutdown)
         channels = ChannelPool(telemetry)
         stack.push_async_callback(channels.close)

@@ -23,7 +23,7 @@ class FleetFollower:
         self._clock = clock
         self._mode = mode
         self._set_serving = set_serving
-        self._names = ("", service_name)
+        self._names = ("", "router", service_name)
         self._told: dict[str, bool] = {}
 
     async def run(self) -> None:

@@ -12,7 +12,7 @@ class RouterSettings:
     """The public door of a suite: admits, tokenises, places and follows requests. Holds no model."""
 
     host: str = setting("127.0.0.1", "address to listen on")
-    port: int = setting(7450, "port to listen on; 0: any free one", minimum=0, maximum=65535)
+    port: int = setting(50051, "port to listen on; 0: any free one", minimum=0, maximum=65535)
     advertise: str = setting("", "host named in the ready line; empty: the listening address")
     redis_url: str = setting("redis://127.0.0.1:6379/0", "registry")
     namespace: str = setting("kvrelay", "prefix of every key in Redis")

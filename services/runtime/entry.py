@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, Protocol, TypeVar
 
@@ -32,7 +32,7 @@ Settings = TypeVar("Settings", bound=ProcessSettings)
 def run_service(role: str, settings_type: type[Settings], serve: Callable[[Settings], Coroutine[Any, Any, None]]) -> None:
     """Reads flags and environment, serves until a signal; exits 0 after a drain, 1 with one line for an error with a name."""
     prog = f"python -m services.{role}"
-    settings = load_settings(settings_type, sys.argv[1:], os.environ, prog)
+    settings = load_settings(settings_type, sys.argv[1:], _with_otel_endpoint(os.environ), prog)
     if settings.exit_with_parent:
         exit_with_parent()
     setup_logging(settings.log_level)
@@ -42,6 +42,11 @@ def run_service(role: str, settings_type: type[Settings], serve: Callable[[Setti
         for error in _leaves(group):
             sys.stderr.write(f"{prog}: {error}\n")
         raise SystemExit(1) from None
+
+
+def _with_otel_endpoint(environ: Mapping[str, str]) -> dict[str, str]:
+    """OpenTelemetry's own variable stands in where kvrelay's is not set."""
+    return {"KVRELAY_OTLP_ENDPOINT": environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", ""), **environ}
 
 
 class _Over(Exception):

@@ -12,23 +12,18 @@ from typing import Final
 SPAN_GENERATE: Final = "kvrelay.generate"
 SPAN_ADMISSION: Final = "admission"
 SPAN_ROUTE: Final = "route"
-SPAN_PREFILL: Final = "prefill"
 SPAN_PREFILL_QUEUE: Final = "prefill.queue"
 SPAN_PREFILL_COMPUTE: Final = "prefill.compute"
 SPAN_KV_HOLD: Final = "kv.hold"
 SPAN_KV_TRANSFER: Final = "kv.transfer"
-SPAN_KV_STORE: Final = "kv.store"
 SPAN_KV_FETCH: Final = "kv.fetch"
 SPAN_EXPOSED_TRANSFER: Final = "kv.exposed_transfer"
-SPAN_DECODE: Final = "decode"
 SPAN_DECODE_QUEUE: Final = "decode.queue"
 SPAN_DECODE_COMPUTE: Final = "decode.compute"
 
 # Span events.
 EVENT_CHUNK: Final = "prefill.chunk"
-EVENT_FIRST_TOKEN: Final = "first_token"
 EVENT_FALLBACK: Final = "fallback"
-EVENT_RETRY: Final = "retry"
 
 # RPC conventions.
 RPC_SYSTEM_NAME: Final = "rpc.system.name"
@@ -53,14 +48,12 @@ GEN_AI_RESPONSE_FINISH_REASONS: Final = "gen_ai.response.finish_reasons"
 SERVICE_NAME: Final = "service.name"
 SERVICE_NAMESPACE: Final = "service.namespace"
 SERVICE_INSTANCE_ID: Final = "service.instance.id"
-SERVICE_VERSION: Final = "service.version"
 
 # Ours.
 REASON: Final = "kvrelay.reason"
 """Wire reason of a typed error."""
 REQUEST_ID: Final = "kvrelay.request_id"
 WORKER_ID: Final = "kvrelay.worker_id"
-PEER_WORKER_ID: Final = "kvrelay.peer.worker_id"
 HANDLE: Final = "kvrelay.handle"
 PATH: Final = "kvrelay.path"
 """'local', 'split' or 'fallback'."""

@@ -19,7 +19,6 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from kvrelay.errors import KvRelayError
 from services.runtime import names
 
-ENDPOINT_ENV = "OTEL_EXPORTER_OTLP_ENDPOINT"
 EXPORT_EVERY_MS = 200
 EXPORT_TIMEOUT_S = 5.0
 FLUSH_TIMEOUT_S = 3.0
@@ -38,21 +37,19 @@ class Telemetry:
         self.tracer: Tracer = provider.get_tracer("kvrelay")
 
     @classmethod
-    def start(
-        cls, service_name: str, instance_id: str, otlp_endpoint: str | None = None, environ: Mapping[str, str] | None = None
-    ) -> Telemetry:
-        """Exports over OTLP/gRPC to `otlp_endpoint`, or to `OTEL_EXPORTER_OTLP_ENDPOINT` of `environ`; with neither nothing is exported,
-        but spans and trace ids exist all the same. A dead collector costs spans, never a request.
+    def start(cls, service_name: str, instance_id: str, otlp_endpoint: str | None = None) -> Telemetry:
+        """Exports over OTLP/gRPC to `otlp_endpoint`; without one nothing is exported, but spans and trace ids exist all the same.
+
+        A dead collector costs spans, never a request.
         """
-        endpoint = otlp_endpoint or (environ or {}).get(ENDPOINT_ENV) or None
         resource = {names.SERVICE_NAME: service_name, names.SERVICE_NAMESPACE: "kvrelay", names.SERVICE_INSTANCE_ID: instance_id}
         provider = TracerProvider(resource=Resource(resource), sampler=ParentBased(ALWAYS_ON), shutdown_on_exit=False)
-        if endpoint:
+        if otlp_endpoint:
             # Imported here: a process that exports nothing need not load the exporter.
             from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 
             # Without a scheme the exporter would take host:port for a TLS endpoint.
-            url = endpoint if "://" in endpoint else f"http://{endpoint}"
+            url = otlp_endpoint if "://" in otlp_endpoint else f"http://{otlp_endpoint}"
             exporter = OTLPSpanExporter(endpoint=url, timeout=EXPORT_TIMEOUT_S)
             provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=EXPORT_EVERY_MS))
         return cls(provider)

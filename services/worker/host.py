@@ -93,7 +93,8 @@ class WorkerHost:
 
     async def serve(self, *, settled: Callable[[], Awaitable[None]] | None = None) -> None:
         """Registers, serves until a signal, drains until `settled()` too has returned. The server must have started."""
-        for name in (self.role, f"model:{self.engine.identity.model}"):
+        service = f"kvrelay.inference.v1.{self.role.capitalize()}Service"
+        for name in (self.role, service, f"model:{self.engine.identity.model}"):
             self.server.set_serving(name, True)
         self.tasks.create_task(self._die_with_engine(), name="engine watch")
         registry = RedisRegistry(self.settings.redis_url, self.settings.namespace, self.settings.registry_ttl_s)

@@ -87,6 +87,11 @@ class PhaseTrace:
         if end_ns > prefill_end_ns:
             self._record(names.SPAN_EXPOSED_TRANSFER, max(start_ns, prefill_end_ns), end_ns, {})
 
+    def fetched(self, start_ns: int, end_ns: int, tokens: int) -> None:
+        """`kv.fetch`: a prefix of `tokens` tokens taken from the block store. Nothing was taken: no span."""
+        if tokens:
+            self._record(names.SPAN_KV_FETCH, start_ns, end_ns, {names.CACHED_TOKENS: tokens})
+
     def held(self, start_ns: int, end_ns: int, stats: TransferStats, why: str) -> None:
         """`kv.hold`: the holder's end of a hand-over, from the handle's first block to its end."""
         self._record(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvrelay.errors import ConfigError
 from services.runtime.config import setting
 
 
@@ -44,3 +45,10 @@ class WorkerSettings:
     log_level: str = setting("INFO", "least severe level that is logged", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
     exit_with_parent: bool = setting(False, "die when the process that started this one does")
     debug: bool = setting(False, "check the engine's invariants whenever it is idle")
+
+    def __post_init__(self) -> None:
+        if self.registry_ttl_s < 2 * self.heartbeat_s:
+            raise ConfigError(
+                f"--registry-ttl-s ({self.registry_ttl_s:g}) must be at least twice --heartbeat-s ({self.heartbeat_s:g}): "
+                "an entry must outlive a lost renewal"
+            )

@@ -15,7 +15,7 @@ from tests.integration.runtime.grpc_echo import SERVICE, Recorder, serve
 
 async def test_exported_spans_arrive_with_everything_on_them() -> None:
     async with OtlpReceiver() as receiver:
-        telemetry = Telemetry.start("kvrelay-prefill", "prefill-0", None, {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint})
+        telemetry = Telemetry.start("kvrelay-prefill", "prefill-0", receiver.endpoint)
         with telemetry.span("root", {"n": 1, "ratio": 0.5, "flag": True, "names": ["a", "b"]}, kind=SpanKind.SERVER) as root:
             root.add_event("first_token", {"index": 0})
             trace_id, traceparent = current_trace_id(), current_traceparent()

@@ -99,7 +99,7 @@ async def test_a_span_in_a_generator_closed_by_another_task_ends_quietly(
 
 
 async def test_without_an_endpoint_spans_have_ids_and_shutdown_is_immediate() -> None:
-    for telemetry in (Telemetry.disabled(), Telemetry.start("kvrelay-test", "id", None, {})):
+    for telemetry in (Telemetry.disabled(), Telemetry.start("kvrelay-test", "id")):
         with telemetry.span("work"):
             assert len(current_trace_id()) == 32
         await telemetry.shutdown()

@@ -146,7 +146,7 @@ async def workers(request: pytest.FixtureRequest) -> AsyncIterator[GrpcWorkers]:
     channels: Any = PlainChannels()
     telemetry = None
     if request.param == "traced":
-        telemetry = Telemetry.start("test", "test-0", None, {})
+        telemetry = Telemetry.start("test", "test-0")
         channels = ChannelPool(telemetry)
     yield GrpcWorkers(channels)
     await channels.close()
