@@ -17,7 +17,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
-from kvrelay.errors import StaleIncarnationError, UnavailableError
+from kvrelay.errors import ConfigError, StaleIncarnationError, UnavailableError
 from services.runtime import registry_scripts as scripts
 from services.runtime.heartbeat import Heartbeat
 from services.runtime.ports import WorkerInfo
@@ -47,17 +47,24 @@ class Registration:
 
 
 def redis_client(url: str) -> Redis:
-    """A client that leaves retrying to its user; every use belongs inside `redis_errors`, which bounds it."""
-    return Redis.from_url(
-        url,
-        # Said outright because the default protocol changed with redis-py 8, and replies with it.
-        protocol=2,
-        # None: with a timeout redis-py sends by `asyncio.wait_for`, which before Python 3.12 can swallow the caller's cancellation.
-        socket_timeout=None,
-        socket_connect_timeout=CONNECT_TIMEOUT_S,
-        retry=Retry(NoBackoff(), 0),
-        health_check_interval=0,
-    )
+    """A client that leaves retrying to its user; every use belongs inside `redis_errors`, which bounds it.
+
+    Connects to nothing yet; `ConfigError` for a URL that is none of Redis.
+    """
+    try:
+        return Redis.from_url(
+            url,
+            # Said outright because the default protocol changed with redis-py 8, and replies with it.
+            protocol=2,
+            # None: with a timeout redis-py sends by `asyncio.wait_for`, which before Python 3.12 can swallow the caller's cancellation.
+            socket_timeout=None,
+            socket_connect_timeout=CONNECT_TIMEOUT_S,
+            retry=Retry(NoBackoff(), 0),
+            health_check_interval=0,
+        )
+    except ValueError as error:
+        # Without the URL itself, which may hold a password.
+        raise ConfigError(f"--redis-url is not the address of a Redis: {error}", setting="redis_url") from None
 
 
 @asynccontextmanager

@@ -41,7 +41,11 @@ class RedisFleetFeed:
         rng: random.Random | None = None,
         poll_s: float = POLL_S,
     ) -> None:
-        """`ttl_s`: how long after an outage a worker known before may take to register again before it counts as gone."""
+        """`ttl_s`: how long after an outage a worker known before may take to register again before it counts as gone.
+
+        `ConfigError` for a URL that is none of Redis.
+        """
+        redis_client(url)  # refuses a wrong URL here, where the caller sees it
         self._url = url
         self._keys = Keys(namespace)
         self._ttl_s = ttl_s
