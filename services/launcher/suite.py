@@ -14,12 +14,12 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import kvrelay
-from kvrelay.errors import DeadlineExceededError, KvRelayError, UnavailableError
+from kvrelay.errors import ConfigError, DeadlineExceededError, KvRelayError, UnavailableError
 from services.launcher.child import child_environ, describe_exit
 from services.launcher.errors import StartError
 from services.launcher.plan import router_processes, store_processes, worker_processes
 from services.launcher.settings import SuiteSettings
-from services.launcher.supervisor import RestartPolicy, Supervisor, check_port_free, supervising
+from services.launcher.supervisor import RestartPolicy, Supervisor, check_listening, supervising
 from services.runtime.embedded_redis import EmbeddedRedis
 
 REDIS_CHECK_S = 1.0
@@ -50,13 +50,22 @@ async def running_suite(settings: SuiteSettings, environ: Mapping[str, str], rep
 
     A clean leave drains; an exception inside kills at once. Raises `ConfigError` or `StartError`.
     """
-    settings.validate()
     # What this process was told by environment it tells the services by flags; the same variable may mean something else to them.
     settings = replace(settings, otlp_endpoint=settings.otlp_endpoint or environ.get(OTLP_VARIABLE, ""))
     environ = {name: value for name, value in environ.items() if name not in OWN_VARIABLES}
-    check_port_free(settings.host, settings.port)
-    settings = await resolve_model(settings, environ, report)
-    with _log_folder(settings.log_dir) as log_dir, _redis(settings.redis_url) as (redis, redis_url):
+    check_listening(settings.host, settings.port)
+    with _log_folder(settings.log_dir, report) as log_dir:
+        settings = await resolve_model(settings, environ, report)
+        async with _running(settings, environ, log_dir, report) as suite:
+            yield suite
+
+
+@contextlib.asynccontextmanager
+async def _running(
+    settings: SuiteSettings, environ: Mapping[str, str], log_dir: Path, report: Callable[[str], None]
+) -> AsyncIterator[RunningSuite]:
+    """The processes of a suite whose `model` is a folder."""
+    with _redis(settings.redis_url) as (redis, redis_url):
         policy = RestartPolicy(max_restarts=settings.max_restarts)
         async with supervising(
             environ,
@@ -102,7 +111,7 @@ async def resolve_model(settings: SuiteSettings, environ: Mapping[str, str], rep
     if folder is not None:
         return replace(settings, model=str(folder))
     report(f"preparing the model {settings.model} (the first time takes some seconds)")
-    argv = [sys.executable, "-m", "services.launcher.prepare_model", settings.model]
+    argv = [sys.executable, "-m", "services.launcher.prepare_model", settings.model, settings.cache_dir]
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
         *argv, stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe, env=child_environ(environ)
@@ -162,12 +171,24 @@ def _redis(url: str) -> Iterator[tuple[EmbeddedRedis | None, str]]:
 
 
 @contextlib.contextmanager
-def _log_folder(folder: str) -> Iterator[Path]:
-    """The named folder; or a temporary one that is kept only when something went wrong."""
+def _log_folder(folder: str, report: Callable[[str], None]) -> Iterator[Path]:
+    """The named folder; or a temporary one that is kept, and named, only when something went wrong that logs can tell of."""
     if folder:
-        Path(folder).mkdir(parents=True, exist_ok=True)
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            raise ConfigError(f"--log-dir {folder} cannot be written to: {error.strerror}") from None
         yield Path(folder)
         return
-    made = Path(tempfile.mkdtemp(prefix="kvrelay-logs-"))
-    yield made
-    shutil.rmtree(made, ignore_errors=True)
+    made, keep = Path(tempfile.mkdtemp(prefix="kvrelay-logs-")), False
+    try:
+        yield made
+    except Exception:
+        keep = any(made.iterdir())
+        if keep:
+            report(f"logs are kept in {made}")
+        raise
+    finally:
+        if not keep:
+            shutil.rmtree(made, ignore_errors=True)

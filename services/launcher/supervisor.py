@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import socket
 import time
 from collections import deque
@@ -220,18 +221,18 @@ async def supervising(
         raise failure  # here rather than inside, so that it arrives as itself and not in an exception group
 
 
-def check_port_free(host: str, port: int) -> None:
+def check_listening(host: str, port: int) -> None:
     """Raises `StartError` when nothing can listen on host:port, saying so before a model is loaded for nothing."""
-    if port == 0:
-        return
     try:
-        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        infos = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = infos[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
-    except OSError as error:
-        raise StartError(f"cannot listen on {host}:{port}: {error.strerror or error}; --port chooses another (0: any free one)") from None
+    except (OSError, UnicodeError) as error:
+        about_port = isinstance(error, OSError) and error.errno in (errno.EADDRINUSE, errno.EACCES)
+        hint = "--port chooses another (0: any free one)" if about_port else "--host must be an address of this machine"
+        raise StartError(f"cannot listen on {host}:{port}: {getattr(error, 'strerror', None) or error}; {hint}") from None
 
 
 async def _caught(work: Awaitable[None]) -> StartError | None:

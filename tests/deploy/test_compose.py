@@ -32,7 +32,7 @@ from services.worker.settings import WorkerSettings
 ROOT = Path(__file__).resolve().parents[2]
 COMPOSE = ROOT / "deploy" / "compose.yaml"
 ROLES = ("kvstore", "prefill", "decode", "router")
-PLACES = {"host", "port", "redis_url", "store_address", "otlp_endpoint", "worker_id", "advertise", "model_name", "cpu"}
+PLACES = {"host", "port", "redis_url", "store_address", "otlp_endpoint", "worker_id", "advertise", "model_name", "cache_dir", "cpu"}
 """Settings that differ between a laptop and containers by their nature."""
 
 

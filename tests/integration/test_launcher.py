@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import shutil
 import signal
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -144,10 +145,13 @@ async def test_nothing_outlives_a_launcher_that_is_killed(tiny_model: Path) -> N
 @pytest.mark.parametrize(
     ("args", "code", "message"),
     [
-        (("--model=/no/such/folder",), 1, "/no/such/folder"),
+        (("--model=/no/such/folder",), 1, "no such folder: '/no/such/folder'"),
         (("--prefill=-1",), 2, "--prefill (processes) must be 0 or more"),
         (("--mode=sideways",), 2, "--mode must be one of hybrid, split, colocated"),
-        (("--mode=split", "--prefill=0"), 1, "--mode split needs --prefill"),
+        (("--mode=split", "--prefill=0"), 2, "--mode split needs --prefill"),
+        (("--redis-url=foo://x",), 2, "redis://, rediss://, unix://"),
+        (("--log-dir=/proc/x", "--port=0"), 1, "--log-dir /proc/x cannot be written to"),
+        (("--host=999.1.1.1",), 1, "--host must be an address"),
         (("--no-such-option",), 2, "unrecognized arguments: --no-such-option"),
     ],
 )
@@ -157,6 +161,20 @@ async def test_what_cannot_be_started_is_said_in_one_line(args: tuple[str, ...],
     assert ended == code
     assert message in errors
     assert len(errors.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("role", ["router", "kvstore"])
+async def test_a_service_says_in_one_line_that_its_redis_url_is_none(role: str) -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", f"services.{role}", "--port=0", "--redis-url=foo://x", cwd=ROOT, env=child_environ(os.environ),
+        stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    async with asyncio.timeout(START_S):
+        _, errors = await process.communicate()
+    lines = [line for line in errors.decode().splitlines() if not line.startswith("{")]
+    assert process.returncode == 1
+    assert len(lines) == 1
+    assert "--redis-url is not the address of a Redis" in lines[0]
 
 
 async def test_a_taken_port_is_said_in_one_line(tiny_model: Path) -> None:
@@ -173,6 +191,9 @@ async def test_a_model_that_does_not_load_is_an_error_with_its_log(tmp_path: Pat
     async with launched(f"--model={tmp_path}", *SMALL) as launcher:
         ended, errors = await launcher.ended()
     assert ended == 1
+    kept = next(line.removeprefix("logs are kept in ") for line in launcher.lines if line.startswith("logs are kept in "))
+    assert "decode-0.log" in os.listdir(kept)  # noqa: PTH208 - a small folder
+    shutil.rmtree(kept)
     assert "before it was ready" in errors
     assert f"{tmp_path} has no" in errors
 

@@ -78,10 +78,13 @@ async def run_demo(*args: str) -> tuple[int, str, str]:
 
 async def test_the_demo_answers_draws_waterfalls_and_leaves_nothing(tiny_model: Path, tmp_path: Path) -> None:
     document = tmp_path / "long.txt"
-    document.write_text("the sea and the harbour and the light over the stones. " * 400)
-    code, output, errors = await run_demo(f"--model={tiny_model}", "--dtype=float32", f"--document={document}", "--max-tokens=8")
+    document.write_text("the sea and the harbour and the light over the stones. " * 100_000)
+    code, output, errors = await run_demo(
+        f"--model={tiny_model}", "--dtype=float32", f"--document={document}", "--document-chars=22000", "--max-tokens=8"
+    )
     assert (code, errors) == (0, "")
-    assert "too long for the context" in output
+    assert "of the document's 5,500,000 bytes the questions are about the first 21,9" in output
+    assert output.count("too long for the model's context") == 1
     assert output.count("the phases add up") == 3
     assert "path split" in output
     assert "bytes arrived before prefill ended" in output
@@ -92,6 +95,7 @@ async def test_the_demo_answers_draws_waterfalls_and_leaves_nothing(tiny_model: 
     ("args", "code", "message"),
     [
         (("--document=/no/such/file.txt",), 2, "cannot read the document /no/such/file.txt"),
+        ((f"--document={sys.executable}",), 2, "not UTF-8 text"),
         (("--model=/no/such/model",), 1, "/no/such/model"),
         (("--max-tokens=0",), 2, "--max-tokens"),
     ],

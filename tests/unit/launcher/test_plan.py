@@ -8,6 +8,7 @@ from kvrelay.errors import ConfigError
 from services.launcher.plan import assign_cores, router_processes, store_processes, worker_processes
 from services.launcher.settings import SuiteSettings
 from services.launcher.supervisor import RestartPolicy
+from services.runtime.config import parse_settings
 
 REDIS = "redis://127.0.0.1:6400/0"
 
@@ -67,7 +68,33 @@ def test_workers_of_several_threads_are_not_pinned() -> None:
 
 def test_split_without_prefill_workers_is_refused() -> None:
     with pytest.raises(ConfigError, match="--prefill"):
-        SuiteSettings(mode="split", prefill=0).validate()
+        SuiteSettings(mode="split", prefill=0)
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--lease-ttl-s=0.01", "0.1 or more"),
+        ("--lease-ttl-s=nan", "0.1 or more, got nan"),
+        ("--threads=0", "1 or more"),
+        ("--max-waiting=0", "1 or more"),
+        ("--block-size=24", "a power of two"),
+        ("--block-size=1024", "from 1 to 512"),
+        ("--redis-url=foo://user:secret@x", "redis://, rediss://, unix://"),
+        ("--redis-url=redis://x:port/0", "'port'"),
+    ],
+)
+def test_what_a_service_would_refuse_is_refused_at_once(flag: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_settings(SuiteSettings, [flag], {})
+    assert flag.partition("=")[0] in caught.value.message
+    assert message in caught.value.message
+    assert "secret" not in caught.value.message
+
+
+def test_workers_keep_models_where_the_launcher_prepares_them() -> None:
+    settings = parse_settings(SuiteSettings, [], {"KVRELAY_CACHE": "/c"})
+    assert "--cache-dir=/c" in worker_processes(settings, REDIS, "", ())[0].flags
 
 
 def test_restarts_back_off_and_end_within_the_window() -> None:
