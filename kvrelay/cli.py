@@ -15,11 +15,11 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import metadata
-from typing import Any
+from typing import Any, TextIO
 
 from kvrelay import report
 from kvrelay.client import DEFAULT_TARGET, DEFAULT_TIMEOUT_S, TARGET_ENV
-from kvrelay.errors import KvRelayError
+from kvrelay.errors import InvalidPromptError, KvRelayError
 from kvrelay.request import GenerateOptions, Prompt
 from kvrelay.sync import Client, SyncGenerationStream
 from kvrelay.values import ChatMessage, Token
@@ -31,6 +31,9 @@ EXIT_BROKEN_PIPE = 141
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status."""
     args = _parser().parse_args(argv)
+    if sys.stdout is None:  # as after `>&-`
+        print("error: standard output is closed", file=sys.stderr)
+        return 1
     # Bytes that are no text become a typed error, text the terminal lacks becomes '?'; neither a traceback.
     for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace"), (sys.stderr, "replace")):
         if isinstance(stream, io.TextIOWrapper):
@@ -60,10 +63,12 @@ def _report_error(error: KvRelayError) -> int:
 
 
 def _generate(client: Client, args: argparse.Namespace) -> int:
+    if args.token_ids is not None and (args.chat or args.system):
+        args.usage_error("--chat and --system go with PROMPT, not with --token-ids")
     options = _options(args)
     prompt: Prompt | None = args.prompt
     if args.token_ids is None:
-        text = sys.stdin.read() if args.prompt in (None, "-") else args.prompt
+        text = _stdin().read() if args.prompt in (None, "-") else args.prompt
         prompt = [*_system(args), ChatMessage("user", text)] if args.chat or args.system else text
     with client.generate(prompt, **options) as stream:
         if args.json:
@@ -79,7 +84,7 @@ def _chat(client: Client, args: argparse.Namespace) -> int:
     """Ctrl-C ends the answer, not the conversation; an answer that was not finished is forgotten with its question."""
     options = _options(args)
     history = _system(args)
-    prompt = "> " if sys.stdin.isatty() else ""
+    prompt = "> " if _stdin().isatty() else ""
     while True:
         try:
             question = input(prompt)
@@ -171,6 +176,12 @@ def _json(value: Any, indent: int | None = 2) -> str:
 # --- options -----------------------------------------------------------------------------------------------------------------
 
 
+def _stdin() -> TextIO:
+    if sys.stdin is None:  # as after `<&-`
+        raise InvalidPromptError("standard input is closed", field="prompt")
+    return sys.stdin
+
+
 def _system(args: argparse.Namespace) -> list[ChatMessage]:
     return [ChatMessage("system", args.system)] if args.system else []
 
@@ -204,7 +215,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"kvrelay {_version()}")
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--target", help=f"router as host:port; default ${TARGET_ENV} or {DEFAULT_TARGET}")
-    common.add_argument("--timeout", type=_seconds, default=DEFAULT_TIMEOUT_S, help="seconds for a request (default %(default)s)")
+    common.add_argument(
+        "--timeout",
+        type=_seconds,
+        default=DEFAULT_TIMEOUT_S,
+        help="seconds for a request (default %(default)s); inf: the router's own limit",
+    )
     common.add_argument("--json", action="store_true", help="machine-readable output")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -213,7 +229,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--token-ids", type=_ids, help="prompt as token ids, separated by commas, instead of PROMPT")
     generate.add_argument("--chat", action="store_true", help="send PROMPT as a user's message through the chat template")
     _add_generation_options(generate)
-    generate.set_defaults(run=_generate)
+    generate.set_defaults(run=_generate, usage_error=generate.error)
 
     chat = commands.add_parser("chat", parents=[common], help="talk", description="Ctrl-C ends an answer, Ctrl-D the conversation.")
     _add_generation_options(chat)
@@ -241,7 +257,7 @@ def _add_generation_options(parser: argparse.ArgumentParser) -> None:
         ("repetition-penalty", float, "over 1 discourages tokens of prompt and answer"),
         ("presence-penalty", float, "subtracted once for a token already generated"),
         ("frequency-penalty", float, "subtracted for each time a token was generated"),
-        ("min-tokens", int, "no end before this many tokens"),
+        ("min-tokens", int, "end tokens and stop ids cannot be drawn before this many tokens; a stop string still ends the answer"),
         ("logprobs", int, "log probabilities of the n likeliest tokens (with --json)"),
         ("request-id", str, "shown in traces"),
         ("cache-salt", str, "never share a cached prefix with other salts"),

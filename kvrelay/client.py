@@ -15,6 +15,7 @@ from kvrelay import wire
 from kvrelay.errors import CancelledByClientError, RequestTooLargeError
 from kvrelay.fleet import FieldDifference, FleetView, Incompatibility, LoadView, ModelView, WorkerView
 from kvrelay.inference.v1 import generation_pb2, router_service_pb2, router_service_pb2_grpc, worker_pb2
+from kvrelay.options import checked
 from kvrelay.request import GenerateOptions, GenerationRequest, Prompt, build_request
 from kvrelay.retry import RetryPolicy
 from kvrelay.stream import GenerationStream, answer_of
@@ -42,19 +43,19 @@ class AsyncClient:
         *,
         timeout: float | None = DEFAULT_TIMEOUT_S,
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
-        metadata: Mapping[str, str] | None = None,
+        metadata: Mapping[str, str | bytes] | None = None,
         retry: RetryPolicy | None = RetryPolicy(),  # noqa: B008 - frozen
         credentials: grpc.ChannelCredentials | None = None,
     ) -> None:
         """`target` is host:port, by default $KVRELAY_TARGET or 127.0.0.1:50051.
 
-        `timeout` is for a whole call in seconds, None for the server's own limit. `retry` None never sends twice; otherwise only a
+        `timeout` is for a whole call in seconds, None or inf for the server's own limit. `retry` None never sends twice; otherwise only a
         request that got no answer at all is sent again. Without `credentials` the connection is not encrypted.
         """
         self.target = target or os.environ.get(TARGET_ENV) or DEFAULT_TARGET
-        self._timeout_s = timeout
+        self._timeout_s: float | None = None if timeout is None else checked("timeout", timeout)
         self._max_message_bytes = max_message_bytes
-        self._metadata = dict(metadata or {})
+        self._metadata: dict[str, str | bytes] = {} if metadata is None else checked("metadata", metadata)
         self._retry = retry
         self._credentials = credentials
         self._channel: grpc.aio.Channel | None = None
@@ -87,12 +88,11 @@ class AsyncClient:
                 size_bytes=size_bytes,
                 limit_bytes=self._max_message_bytes,
             )
-        timeout_s = options.get("timeout")
         metadata = self._metadata | dict(options.get("metadata") or {}) | _trace_context(options.get("traceparent"))
         return GenerationStream(
             partial(self._open, request, tuple(metadata.items())),
             target=self.target,
-            timeout_s=self._timeout_s if timeout_s is None else timeout_s,
+            timeout_s=self._timeout_of(options.get("timeout")),
             retry=self._retry,
         )
 
@@ -123,16 +123,20 @@ class AsyncClient:
                 self._channel = grpc.aio.secure_channel(self.target, self._credentials, options)
         return router_service_pb2_grpc.RouterServiceStub(self._channel)
 
+    def _timeout_of(self, timeout: float | None) -> float | None:
+        """In seconds; None: no deadline of the client's."""
+        seconds: float | None = self._timeout_s if timeout is None else checked("timeout", timeout)
+        return seconds
+
     def _open(
-        self, request: router_service_pb2.GenerateRequest, metadata: tuple[tuple[str, str], ...], timeout_s: float | None
+        self, request: router_service_pb2.GenerateRequest, metadata: tuple[tuple[str, str | bytes], ...], timeout_s: float | None
     ) -> grpc.aio.UnaryStreamCall[Any, Any]:
         call: grpc.aio.UnaryStreamCall[Any, Any] = self._stub().Generate(request, timeout=timeout_s, metadata=metadata)
         return call
 
-    async def _ask(self, method: str, request: Any, timeout_s: float | None) -> Any:
+    async def _ask(self, method: str, request: Any, timeout: float | None) -> Any:
         metadata = tuple((self._metadata | _trace_context(None)).items())
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        call = getattr(self._stub(), method)(request, timeout=timeout_s, metadata=metadata)
+        call = getattr(self._stub(), method)(request, timeout=self._timeout_of(timeout), metadata=metadata)
         return await answer_of(call, call, self.target, reached=False)
 
 

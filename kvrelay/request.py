@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
@@ -12,11 +11,10 @@ from kvrelay.errors import (
     InvalidChatError,
     InvalidMaxTokensError,
     InvalidPromptError,
-    InvalidRequestError,
-    InvalidSamplingError,
     InvalidStopError,
     InvalidTokenIdError,
 )
+from kvrelay.options import checked, integer, string
 from kvrelay.values import ChatMessage, SamplingParams, StopConditions
 
 MessageLike = ChatMessage | Mapping[str, str]
@@ -25,7 +23,7 @@ Prompt = str | Sequence[MessageLike] | Sequence[int]
 
 _SAMPLING_OPTIONS = (
     "temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty",
-    "presence_penalty", "frequency_penalty", "min_tokens", "logprobs",
+    "presence_penalty", "frequency_penalty", "logit_bias", "min_tokens", "logprobs",
 )  # fmt: skip
 
 
@@ -64,10 +62,10 @@ class GenerateOptions(TypedDict, total=False):
     cache_salt: str | None
     """Requests with different salts never share a cached prefix."""
     timeout: float | None
-    """Seconds for the whole request, instead of the client's."""
+    """Seconds for the whole request, instead of the client's; inf: the server's own limit."""
     traceparent: str | None
     """W3C trace context to continue, instead of the current OpenTelemetry span."""
-    metadata: Mapping[str, str] | None
+    metadata: Mapping[str, str | bytes] | None
     """Sent beside the client's own."""
 
 
@@ -92,11 +90,8 @@ def build_request(prompt: Prompt | None, options: GenerateOptions) -> Generation
     unknown = set(options) - set(GenerateOptions.__annotations__)
     if unknown:
         raise TypeError(f"generate() has no keyword {', '.join(sorted(unknown))}")
-    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    given: dict[str, Any] = {name: checked(name, value) for name, value in options.items() if value is not None}
     text, messages, token_ids = _one_prompt(prompt, given)
-    for name in ("model", "request_id", "cache_salt"):
-        if not _is_unicode(given.get(name, "")):
-            raise InvalidRequestError(f"{name} is not valid Unicode", field=name)
     return GenerationRequest(
         text=text,
         messages=messages,
@@ -116,33 +111,27 @@ def _one_prompt(prompt: Prompt | None, given: Mapping[str, Any]) -> tuple[str | 
     if len(named) + (prompt is not None) != 1:
         got = ", ".join((["prompt"] if prompt is not None else []) + named) or "none"
         raise InvalidPromptError(f"exactly one of prompt, text, messages and token_ids must be given, got {got}", field="prompt")
-    value: Any = given[named[0]] if prompt is None else prompt
-    kind = named[0] if prompt is None else _kind_of(prompt)
+    value: Any = given[named[0]] if prompt is None else checked("prompt", prompt)
+    kind = named[0] if prompt is None else _kind_of(value)
     if kind == "text":
-        if not isinstance(value, str):
-            raise InvalidPromptError(f"text must be a string, got {type(value).__name__}", field="text")
         if not value:
             raise EmptyPromptError("the prompt is empty", field="text")
-        if not _is_unicode(value):
-            raise InvalidPromptError("the prompt is not valid Unicode", field="text")
         return value, None, None
     if kind == "messages":
         return None, _messages(value), None
-    if not len(value):
+    if not value:
         raise EmptyPromptError("the prompt holds no token", field="token_ids")
     return None, None, _token_ids(value)
 
 
-def _kind_of(prompt: Prompt) -> str:
+def _kind_of(prompt: str | Sequence[Any]) -> str:
     if isinstance(prompt, str):
         return "text"
-    if isinstance(prompt, (bytes, Mapping)) or not hasattr(prompt, "__len__"):
-        raise InvalidPromptError(f"a prompt is a string or a list of messages or of token ids, got {type(prompt).__name__}", field="prompt")
     return "messages" if any(isinstance(item, (ChatMessage, Mapping)) for item in prompt) else "token_ids"
 
 
 def _messages(items: Sequence[MessageLike]) -> Sequence[ChatMessage]:
-    if not len(items):
+    if not items:
         raise InvalidChatError("a conversation needs at least one message", field="messages")
     messages = []
     for position, item in enumerate(items):
@@ -150,9 +139,10 @@ def _messages(items: Sequence[MessageLike]) -> Sequence[ChatMessage]:
             role, content = item.get("role"), item.get("content")
         else:
             role, content = getattr(item, "role", None), getattr(item, "content", None)
-        if not (isinstance(role, str) and isinstance(content, str) and _is_unicode(role + content)):
-            raise InvalidChatError(f"message {position} needs a role and a content, both text", field=f"messages[{position}]")
-        messages.append(ChatMessage(role, content))
+        try:
+            messages.append(ChatMessage(string(role), string(content)))
+        except (TypeError, ValueError):
+            raise InvalidChatError(f"message {position} needs a role and a content, both text", field=f"messages[{position}]") from None
     return tuple(messages)
 
 
@@ -160,7 +150,7 @@ def _token_ids(items: Sequence[int]) -> Sequence[int]:
     ids = []
     for position, item in enumerate(items):
         try:
-            token_id = operator.index(item)
+            token_id = integer(item)
         except TypeError:
             raise InvalidPromptError(f"token id {position} is no integer: {item!r}", field="token_ids") from None
         if not 0 <= token_id < 2**32:
@@ -170,34 +160,18 @@ def _token_ids(items: Sequence[int]) -> Sequence[int]:
 
 
 def _sampling(given: Mapping[str, Any]) -> SamplingParams:
-    try:
-        logit_bias = {int(token_id): float(bias) for token_id, bias in given.get("logit_bias", {}).items()}
-    except (OverflowError, TypeError, ValueError):
-        raise InvalidSamplingError("logit_bias maps token ids to numbers", field="logit_bias") from None
-    sampling = SamplingParams(logit_bias=logit_bias, **{name: given[name] for name in _SAMPLING_OPTIONS if name in given})
+    sampling = SamplingParams(**{name: given[name] for name in _SAMPLING_OPTIONS if name in given})
     sampling.validate()
-    _token_ids(list(logit_bias))
+    _token_ids(list(sampling.logit_bias))
     return sampling
 
 
 def _stop(given: Mapping[str, Any]) -> StopConditions:
-    strings = given.get("stop", ())
-    stop = StopConditions(
-        max_tokens=given.get("max_tokens", StopConditions().max_tokens),
-        strings=(strings,) if isinstance(strings, str) else tuple(strings),
-        token_ids=tuple(given.get("stop_token_ids", ())),
-        ignore_eos=given.get("ignore_eos", False),
-    )
+    names = (("max_tokens", "max_tokens"), ("strings", "stop"), ("token_ids", "stop_token_ids"), ("ignore_eos", "ignore_eos"))
+    stop = StopConditions(**{name: given[option] for name, option in names if option in given})
     stop.validate()
     if stop.max_tokens >= 2**31:
         raise InvalidMaxTokensError(f"max_tokens is over any context: {stop.max_tokens}", max_tokens=stop.max_tokens)
     if not all(0 <= token_id < 2**32 for token_id in stop.token_ids):
         raise InvalidStopError("a stop token id lies outside any vocabulary", field="stop.token_ids")
-    if not all(_is_unicode(text) for text in stop.strings):
-        raise InvalidStopError("a stop string is not valid Unicode", field="stop.strings")
     return stop
-
-
-def _is_unicode(text: str) -> bool:
-    """False for lone surrogates, which no message can carry."""
-    return not any("\ud800" <= char <= "\udfff" for char in text) if not text.isascii() else True

@@ -5,22 +5,25 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shlex
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import grpc
 import pytest
 
-from kvrelay import errors, report, wire
+from kvrelay import cli, errors, report, wire
 from kvrelay.handle import ModelIdentity
 from kvrelay.inference.v1 import router_service_pb2 as pb
 from kvrelay.inference.v1 import worker_pb2
 from kvrelay.values import Timings
 from tests.unit.sdk.scripted_router import ScriptedRouter, done, failing, one_token_then_silence, playing, started, token
 
+ROOT = Path(__file__).parents[3]
 IDENTITY = ModelIdentity("tiny", "sha256:aa", "sha256:bb", "bfloat16", "bfloat16", "default:10000")
 
 
@@ -106,10 +109,49 @@ async def test_bytes_that_are_no_text_are_a_typed_error(router: ScriptedRouter) 
     assert status == 1 and err.startswith("error: INVALID_PROMPT") and router.requests == []
 
 
-@pytest.mark.parametrize("args", [(), ("nonsense",), ("generate", "--top-k", "x"), ("generate", "--logit-bias", "5")])
+@pytest.mark.parametrize(
+    "args",
+    [
+        (),
+        ("nonsense",),
+        ("generate", "--top-k", "x"),
+        ("generate", "--logit-bias", "5"),
+        ("generate", "--timeout", "nan"),
+        ("generate", "--token-ids", "1,2", "--chat"),
+        ("generate", "--token-ids", "1,2", "--system", "s"),
+    ],
+)
 async def test_wrong_usage_is_status_2(args: tuple[str, ...]) -> None:
     status, out, err = await run(*args)
     assert status == 2 and out == "" and "usage:" in err
+
+
+@pytest.mark.parametrize(
+    ("command", "closed", "expected"),
+    [
+        ("generate", "<&-", "error: INVALID_PROMPT: standard input is closed\n"),
+        ("chat", "<&-", "error: INVALID_PROMPT: standard input is closed\n"),
+        ("generate x", ">&-", "error: standard output is closed\n"),
+    ],
+)
+async def test_a_closed_standard_stream_is_one_line(router: ScriptedRouter, command: str, closed: str, expected: str) -> None:
+    shell = f'exec "{sys.executable}" -m kvrelay {command} --target {router.target} {closed}'
+    process = await asyncio.create_subprocess_exec("sh", "-c", shell, stdin=PIPE, stdout=PIPE, stderr=PIPE)
+    _, err = await asyncio.wait_for(process.communicate(), 60)
+    assert (process.returncode, err.decode()) == (1, expected) and router.requests == []
+
+
+async def test_no_end_is_a_timeout(router: ScriptedRouter) -> None:
+    assert (await run("generate", "x", "--timeout", "inf", "--target", router.target))[:2] == (0, "w0 w1 w2 \n")
+
+
+@pytest.mark.parametrize("document", ["README.md", "deploy/compose.yaml"])
+def test_the_commands_that_documents_show_parse(document: str) -> None:
+    lines = (ROOT / document).read_text(encoding="utf-8").splitlines()
+    commands = [line.lstrip("# ") for line in lines if line.lstrip("# ").startswith("kvrelay ")]
+    assert commands
+    for command in commands:
+        cli._parser().parse_args(shlex.split(command, comments=True)[1:])
 
 
 async def test_version_and_help() -> None:

@@ -62,6 +62,38 @@ async def test_tokens_come_in_order_and_the_end_carries_completion_and_client_si
     assert stream.decision == "long prompt"
 
 
+@pytest.mark.parametrize("timeout", [float("inf"), 1e12, None])
+async def test_a_client_without_end_or_with_a_far_one_gets_its_answer(router: ScriptedRouter, timeout: float | None) -> None:
+    async with client_of(router, timeout=timeout) as client:
+        assert (await client.generate("x").collect()).text == "w0 w1 w2 "
+        await client.fleet()
+    async with client_of(router, timeout=0.001) as client:
+        if timeout is not None:  # there it means the client's own
+            assert (await client.generate("x", timeout=timeout).collect()).text == "w0 w1 w2 "
+            await client.fleet(timeout=timeout)
+
+
+@pytest.mark.parametrize("timeout", [float("nan"), 0, -1, "5"])
+async def test_a_timeout_that_is_none_is_refused_before_anything_is_sent(router: ScriptedRouter, timeout: float) -> None:
+    with pytest.raises(errors.InvalidRequestError) as caught:
+        client_of(router, timeout=timeout)
+    assert caught.value.fields["field"] == "timeout"
+    async with client_of(router) as client:
+        with pytest.raises(errors.InvalidRequestError):
+            client.generate("x", timeout=timeout)
+        with pytest.raises(errors.InvalidRequestError):
+            await client.fleet(timeout=timeout)
+    assert router.requests == [] and not router.asked.is_set()
+
+
+async def test_metadata_that_grpc_would_refuse_is_an_invalid_request(router: ScriptedRouter) -> None:
+    with pytest.raises(errors.InvalidRequestError, match="metadata must be"):
+        client_of(router, metadata={"Bad Key": "x"})
+    async with client_of(router, metadata={"x-raw-bin": b"\x00\xff"}) as client:
+        await client.generate("x").collect()
+    assert router.metadata[0]["x-raw-bin"] == b"\x00\xff"
+
+
 async def test_every_option_reaches_the_router(router: ScriptedRouter) -> None:
     async with client_of(router, metadata={"x-tenant": "a"}) as client:
         await client.generate(
