@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 INBOX_EVENTS = 64
 """Events read ahead of a slow client; then the legs wait, and grpc's flow control holds the workers back."""
 
-LAST_STATUS_S = 0.1
+LAST_STATUS_S = 0.5
 """What a call that has said its last word gets to end by itself: cancelled, it would look like a failure in every trace."""
 
 

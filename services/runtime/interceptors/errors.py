@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -52,11 +53,17 @@ def typed_error(raised: BaseException) -> KvRelayError | None:
 
 
 async def abort(context: Context, error: KvRelayError) -> None:
-    """Ends the call with the error's status; raises `grpc.aio.AbortError`, as grpc's own abort does."""
+    """Ends the call with the error's status; raises `grpc.aio.AbortError`, as grpc's own abort does.
+
+    Where the call is over already (its deadline passed in this very moment), there is nobody to tell: raises `CancelledError`.
+    """
     status = wire.error_to_status(error)
     if _trailer_bytes(status) > _MAX_TRAILER_BYTES:
         status = wire.error_to_status(type(error)(error.message[:100], retry_after_s=error.retry_after_s))
-    await context.abort(grpc.StatusCode[error.code], status.message, ((STATUS_DETAILS_KEY, status.SerializeToString()),))
+    try:
+        await context.abort(grpc.StatusCode[error.code], status.message, ((STATUS_DETAILS_KEY, status.SerializeToString()),))
+    except grpc.aio.InternalError as over:
+        raise asyncio.CancelledError from over
 
 
 def _trailer_bytes(status: status_pb2.Status) -> int:

@@ -127,7 +127,8 @@ async def test_requests_that_wait_for_one_another(paths: Fleet) -> None:
         worker = "prefill" if seen.completion.path == "split" else "decode"
         spans = await trace_of(paths, seen, wanted(router=ROUTER_SPANS, decode=DECODE_SPANS) | wanted(**{worker: COMPUTE_SPANS}))
         check_adds_up(seen, spans)
-        check_one_trace(spans)
+        # On a busy machine a worker's last status may come after the router has stopped waiting for it.
+        check_one_trace(spans, cancelled=True)
     assert len({seen.trace_id for answers in both for seen in answers}) == 16
 
 
