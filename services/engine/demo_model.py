@@ -57,6 +57,16 @@ def resolve_model(name_or_path: str, cache_dir: Path | None = None) -> Path:
         ) from error
 
 
+def served_name(name_or_path: str, folder: Path) -> str:
+    """The name requests use for `folder`, which `resolve_model(name_or_path)` gave, where nobody chose one.
+
+    The demo model's and a hub model's own name: their folders are called after versions and commits.
+    """
+    if Path(name_or_path).is_dir():
+        return folder.name
+    return DEMO_NAMES[-1] if name_or_path.lower() in DEMO_NAMES else name_or_path.rsplit("/", 1)[-1]
+
+
 def default_cache_dir() -> Path:
     """Where converted models are kept unless the caller says otherwise."""
     return Path.home() / ".cache" / "kvrelay"

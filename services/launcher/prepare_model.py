@@ -13,12 +13,12 @@ from kvrelay.errors import ModelLoadError
 
 
 def main(name: str, cache_dir: str) -> int:
-    """Prints {"path": folder} and returns 0, or {"error": message} and returns 1."""
-    from services.engine.demo_model import DEMO_NAMES, resolve_model
+    """Prints {"path": folder, "name": what requests call it} and returns 0, or {"error": message} and returns 1."""
+    from services.engine.demo_model import resolve_model, served_name
 
     try:
         folder = resolve_model(name, Path(cache_dir).expanduser())
-        answer = {"path": str(folder.resolve()), "name": DEMO_NAMES[-1] if name.lower() in DEMO_NAMES else ""}
+        answer = {"path": str(folder.resolve()), "name": served_name(name, folder)}
     except ModelLoadError as error:
         answer = {"error": error.message}
     sys.stdout.write(json.dumps(answer) + "\n")

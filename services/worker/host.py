@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kvrelay.errors import InternalError
 from kvrelay.inference.v1 import worker_service_pb2_grpc
-from services.engine.demo_model import resolve_model
+from services.engine.demo_model import resolve_model, served_name
 from services.engine.engine import Engine, EngineSettings
 from services.relay.store_client import BlockStoreClient
 from services.relay.transports.grpc import GrpcStore
@@ -119,8 +119,7 @@ async def worker_host(role: str, settings: WorkerSettings) -> AsyncIterator[Work
     async with AsyncExitStack() as stack:
         telemetry = Telemetry.start(f"kvrelay-{role}", worker_id, settings.otlp_endpoint)
         stack.push_async_callback(telemetry.shutdown)
-        folder = await run_off_loop(_model_folder, settings)
-        engine = await Engine.start(_engine_settings(settings, folder))
+        engine = await Engine.start(await run_off_loop(_engine_settings, settings))
         stack.push_async_callback(engine.stop)
         channels = ChannelPool(telemetry, settings.max_message_bytes)
         stack.push_async_callback(channels.close)
@@ -160,15 +159,13 @@ async def worker_host(role: str, settings: WorkerSettings) -> AsyncIterator[Work
         yield host
 
 
-def _model_folder(settings: WorkerSettings) -> Path:
+def _engine_settings(settings: WorkerSettings) -> EngineSettings:
+    """Looks for the model, or makes it; blocks. Raises `ModelLoadError`."""
     assert_off_loop("looking for a model")
-    return resolve_model(settings.model, Path(settings.cache_dir).expanduser())
-
-
-def _engine_settings(settings: WorkerSettings, folder: Path) -> EngineSettings:
+    folder = resolve_model(settings.model, Path(settings.cache_dir).expanduser())
     return EngineSettings(
         model_path=folder,
-        model_name=settings.model_name or folder.name,
+        model_name=settings.model_name or served_name(settings.model, folder),
         dtype=settings.dtype,
         device=settings.device,
         kv_cache_bytes=settings.kv_cache_mib << 20,

@@ -99,7 +99,7 @@ ENTRY_POINTS: dict[str, Callable[[Rig], object]] = {
     "a forward pass": lambda rig: rig.model.forward([StepEntry([5, 6], 0, [0], sample=True)]),
     "drawing a token": lambda rig: rig.model.sample(_row(), SamplingParams(), index=0, prompt_ids=[5], output_ids=[], blocked_ids=()),
     "loading a model": lambda rig: Engine(EngineSettings(rig.folder, num_pages=4))._build(),
-    "looking for a model": lambda rig: host._model_folder(WorkerSettings(model=str(rig.folder))),
+    "looking for a model": lambda rig: host._engine_settings(WorkerSettings(model=str(rig.folder))),
     "hashing an engine's prompt": lambda rig: rig.core.add(EngineRequest("one", range(3, 43), stop=StopConditions(max_tokens=8)), 0),
     "hashing the store's prompt": lambda rig: PrefixExchange(rig.engine, None)._hash(rig.job),
     "hashing a handle's prompt": lambda rig: _decoder(rig)._hash(rig.job),

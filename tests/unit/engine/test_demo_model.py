@@ -13,7 +13,7 @@ import pytest
 
 from kvrelay.errors import ModelLoadError
 from services.engine import demo_model
-from services.engine.demo_model import ensure_demo_model, resolve_model
+from services.engine.demo_model import ensure_demo_model, resolve_model, served_name
 
 
 def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
@@ -104,3 +104,9 @@ def test_without_the_hub_client_the_choices_are_named(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ModelLoadError, match="install huggingface_hub"):
         resolve_model("some/model")
+
+
+def test_requests_use_a_models_own_name_not_that_of_its_cache_folder(tmp_path: Path) -> None:
+    assert served_name(str(tmp_path), tmp_path) == tmp_path.name
+    assert served_name("SmolLM2", Path("cache/smollm2-135m-instruct-bfloat16-v1")) == "smollm2-135m-instruct"
+    assert served_name("org/some-model", Path("snapshots/0123abc")) == "some-model"
