@@ -64,6 +64,12 @@ def differences(ours: ModelIdentity | KvLayout, theirs: ModelIdentity | KvLayout
             yield f.name, str(getattr(ours, f.name)), str(getattr(theirs, f.name))
 
 
+def check_fingerprint(ours: ModelIdentity, wanted: bytes) -> None:
+    """Raises `FingerprintMismatchError` unless `ours` is the model version that `wanted` names."""
+    if ours.fingerprint != wanted:
+        raise FingerprintMismatchError("this worker serves another model version", wanted=wanted.hex(), served=ours.fingerprint.hex())
+
+
 def check_compatible(our_identity: ModelIdentity, our_layout: KvLayout, identity: ModelIdentity, layout: KvLayout) -> None:
     """Raises `FingerprintMismatchError` or `LayoutMismatchError`, naming every differing field with both values."""
     for cls, ours, theirs in (

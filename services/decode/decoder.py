@@ -6,8 +6,8 @@ from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
 
 from kvrelay import hashing
-from kvrelay.errors import FingerprintMismatchError, HandleError, HandleForgedError, PromptMismatchError
-from kvrelay.handle import KvHandle, check_compatible
+from kvrelay.errors import HandleError, HandleForgedError, PromptMismatchError
+from kvrelay.handle import KvHandle, check_compatible, check_fingerprint
 from kvrelay.values import FinishReason, Usage, WorkerMarks
 from services.engine.api import Admitted, EnginePort, EngineRequest, EngineStream, Finished, PrefillProgress, TokenDrawn
 from services.relay.puller import KvPuller, PullResult
@@ -35,12 +35,7 @@ class Decoder:
         Raises `FingerprintMismatchError`, `LayoutMismatchError`, `PromptMismatchError`, `HandleForgedError`, `OverloadedError` and
         the `InvalidRequestError`s before `DecodeAccepted`; the other `HandleError`s and `KvTransferError` before `KvReady`.
         """
-        if job.fingerprint != self._engine.identity.fingerprint:
-            raise FingerprintMismatchError(
-                "this worker serves another model version",
-                wanted=job.fingerprint.hex(),
-                served=self._engine.identity.fingerprint.hex(),
-            )
+        check_fingerprint(self._engine.identity, job.fingerprint)
         if handle is None:
             return self._local(job)
         check_compatible(self._engine.identity, self._engine.layout, handle.identity, handle.layout)
@@ -51,14 +46,8 @@ class Decoder:
         async with self._engine.open(_request(job, hold=self._prefixes.enabled)) as stream:
             async for event in stream:
                 match event:
-                    case Admitted(pages=pages, cached_tokens=cached):
-                        imported = cached
-                        if self._prefixes.enabled:
-                            began_ns = self._clock.time_ns()
-                            imported = await self._prefixes.fetch(job, pages, cached)
-                            trace.fetched(began_ns, self._clock.time_ns(), imported - cached)
-                            stream.resume(imported)
-                        yield DecodeAccepted(imported)
+                    case Admitted():
+                        yield DecodeAccepted(await self._prefixes.complete(job, stream, event, trace))
                     case PrefillProgress():
                         trace.chunk(event)
                     case TokenDrawn(token=token):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from kvrelay.errors import FingerprintMismatchError, KvRelayError
+from kvrelay.errors import KvRelayError
+from kvrelay.handle import check_fingerprint
 from services.engine.api import Admitted, EnginePort, EngineRequest, EngineStream, Finished, PrefillProgress, TokenDrawn
 from services.relay.holder import HeldKv, KvHolder
 from services.relay.leases import refusal
@@ -14,6 +16,8 @@ from services.runtime.clock import Clock
 from services.runtime.ports import FirstToken, Job, PrefillAccepted, PrefillDone, PrefillEvent
 from services.worker.phases import PhaseRecorder, PhaseTrace
 from services.worker.prefix import PrefixExchange
+
+log = logging.getLogger(__name__)
 
 
 class Prefiller:
@@ -42,12 +46,7 @@ class Prefiller:
         Raises `FingerprintMismatchError`, `OverloadedError` and the `InvalidRequestError`s before `PrefillAccepted`;
         `LeaseExpiredError` when nobody kept the handle alive.
         """
-        if job.fingerprint != self._engine.identity.fingerprint:
-            raise FingerprintMismatchError(
-                "this worker serves another model version",
-                wanted=job.fingerprint.hex(),
-                served=self._engine.identity.fingerprint.hex(),
-            )
+        check_fingerprint(self._engine.identity, job.fingerprint)
         # Three events and one error at most: no bound needed beyond that.
         out: asyncio.Queue[PrefillEvent | BaseException] = asyncio.Queue(maxsize=4)
         task = self._tasks.create_task(self._serve(job, out), name=f"prefill {job.request_id}")
@@ -82,19 +81,25 @@ class Prefiller:
             hold=self._prefixes.enabled,
         )
         trace = self._phases.begin(job.request_id)
+        answered = False
         try:
             # Leaving `held` waits until no reader copies any more; only then does leaving the stream free the pages.
             async with self._engine.open(request) as stream, await self._holder.hold(job.token_ids, job.cache_salt) as held:
                 began_ns = self._clock.time_ns()
                 out.put_nowait(PrefillAccepted(held.handle))
                 await self._compute_while_held(job, held, stream, trace, out)
+                answered = True
                 self._prefixes.offer(job)
                 why = await held.ended()
                 trace.held(began_ns, self._clock.time_ns(), held.served, why.value)
         except asyncio.CancelledError:
             raise
-        except Exception as error:  # noqa: BLE001 - carried to the RPC, whose interceptor types and logs it
-            out.put_nowait(error)
+        except Exception as error:
+            if answered:
+                log.exception("holding the KV failed after prefill had ended", extra={"request_id": job.request_id})
+            else:
+                # The RPC raises it; its interceptor types and logs it.
+                out.put_nowait(error)
 
     async def _compute_while_held(
         self, job: Job, held: HeldKv, stream: EngineStream, trace: PhaseTrace, out: asyncio.Queue[PrefillEvent | BaseException]
@@ -125,15 +130,10 @@ class Prefiller:
     async def _compute(self, job: Job, held: HeldKv, stream: EngineStream, trace: PhaseTrace) -> AsyncGenerator[PrefillEvent, None]:
         async for event in stream:
             match event:
-                case Admitted(pages=pages, cached_tokens=cached):
-                    held.set_pages(pages)
-                    held.progress(cached)
-                    if self._prefixes.enabled:
-                        began_ns = self._clock.time_ns()
-                        imported = await self._prefixes.fetch(job, pages, cached)
-                        trace.fetched(began_ns, self._clock.time_ns(), imported - cached)
-                        held.progress(max(imported, cached))
-                        stream.resume(imported)
+                case Admitted():
+                    held.set_pages(event.pages)
+                    held.progress(event.cached_tokens)
+                    held.progress(await self._prefixes.complete(job, stream, event, trace))
                 case PrefillProgress():
                     held.progress(event.computed_tokens)
                     trace.chunk(event)

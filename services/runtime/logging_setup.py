@@ -10,7 +10,6 @@ from typing import TextIO
 
 from services.runtime.telemetry import current_span_id, current_trace_id
 
-LEVELS = ("debug", "info", "warning", "error")
 _STANDARD = frozenset(vars(logging.LogRecord("", 0, "", 0, "", (), None))) | {"message", "asctime", "taskName"}
 
 

@@ -127,18 +127,6 @@ class WorkersPort(Protocol):
         ...
 
 
-class RegistryPort(Protocol):
-    """A worker's side of the registry. Nothing here is awaited by a request: Redis may be gone."""
-
-    async def register(self, worker: WorkerInfo) -> None:
-        """Writes and renews; raises `UnavailableError` if Redis does not answer in time."""
-        ...
-
-    async def deregister(self, worker_id: str, incarnation: int) -> None: ...
-
-    async def publish_blocks(self, worker_id: str, incarnation: int, stored: Sequence[bytes], removed: Sequence[bytes]) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class FleetSnapshot:
     """Everything the registry knows, at connection and after every gap: replaces what was known before."""

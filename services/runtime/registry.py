@@ -78,7 +78,7 @@ async def redis_errors(timeout_s: float) -> AsyncIterator[None]:
 
 
 class RedisRegistry:
-    """`RegistryPort` on Redis or Valkey. Every method ends within a few times `OPERATION_TIMEOUT_S`: by its result, or by
+    """A registry on Redis or Valkey. Every method ends within a few times `OPERATION_TIMEOUT_S`: by its result, or by
     `UnavailableError`. `StaleIncarnationError` means that a newer life of the worker is registered.
     """
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
 
 from kvrelay import hashing
 from kvrelay.errors import KvRelayError
 from kvrelay.values import StopConditions
-from services.engine.api import Admitted, EnginePort, EngineRequest
+from services.engine.api import Admitted, EnginePort, EngineRequest, EngineStream
 from services.relay.store_client import BlockStoreClient
+from services.runtime.clock import Clock, SystemClock
 from services.runtime.deadline import remaining_s
 from services.runtime.offloop import assert_off_loop, run_off_loop
 from services.runtime.ports import Job
+from services.worker.phases import PhaseTrace
 
 log = logging.getLogger(__name__)
 
@@ -27,10 +28,10 @@ class PrefixExchange:
     The store only ever saves work: no failure of it reaches a request.
     """
 
-    def __init__(self, engine: EnginePort, store: BlockStoreClient | None, *, max_pending: int = 32, min_fetch_blocks: int = 1) -> None:
+    def __init__(self, engine: EnginePort, store: BlockStoreClient | None, *, max_pending: int = 32, clock: Clock | None = None) -> None:
         self._engine = engine
         self._store = store
-        self._min_fetch_blocks = min_fetch_blocks
+        self._clock = clock or SystemClock()
         self._pending: asyncio.Queue[Job] = asyncio.Queue(max_pending)
         self.dropped = 0
         """Jobs whose blocks were not written because the queue was full: a later request offers them again."""
@@ -44,17 +45,27 @@ class PrefixExchange:
         root = hashing.root_hash(self._engine.identity.fingerprint, job.cache_salt)
         return hashing.block_hashes(root, job.token_ids, self._engine.layout.block_size)
 
-    async def fetch(self, job: Job, pages: Sequence[int], cached_tokens: int) -> int:
-        """Imports what the store has beyond the worker's own cache; returns the tokens now in `pages`, at least `cached_tokens`.
+    async def complete(self, job: Job, stream: EngineStream, admitted: Admitted, trace: PhaseTrace) -> int:
+        """Ends the hold of a request that was opened with `hold=enabled`, after importing what the store has beyond the worker's own cache.
 
-        The prompt's last token is never imported: its logits have to be computed.
+        Returns the leading tokens that need not be computed. Without a store there is no hold and nothing is done.
         """
+        if self._store is None:
+            return admitted.cached_tokens
+        began_ns = self._clock.time_ns()
+        tokens = await self._fetch(self._store, job, admitted)
+        trace.fetched(began_ns, self._clock.time_ns(), tokens - admitted.cached_tokens)
+        stream.resume(tokens)
+        return tokens
+
+    async def _fetch(self, store: BlockStoreClient, job: Job, admitted: Admitted) -> int:
+        """Tokens now in the pages. The prompt's last token is never imported: its logits have to be computed."""
         block_size = self._engine.layout.block_size
-        first, last = cached_tokens // block_size, (len(job.token_ids) - 1) // block_size
-        if self._store is None or last - first < self._min_fetch_blocks:
-            return cached_tokens
+        first, last = admitted.cached_tokens // block_size, (len(job.token_ids) - 1) // block_size
+        if first == last:
+            return admitted.cached_tokens
         hashes = (await run_off_loop(self._hash, job))[:last]
-        blocks = await self._store.fetch_prefix(hashes, pages, first, timeout_s=min(FETCH_TIMEOUT_S, remaining_s()))
+        blocks = await store.fetch_prefix(hashes, admitted.pages, first, timeout_s=min(FETCH_TIMEOUT_S, remaining_s()))
         return (first + blocks) * block_size
 
     def offer(self, job: Job) -> None:

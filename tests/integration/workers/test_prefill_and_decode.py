@@ -193,6 +193,20 @@ async def _first_after_accept(both: Pair, handle: KvHandle, job: Job | None = No
             pass
 
 
+async def test_an_error_after_the_answer_is_logged_not_lost(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("broken on purpose")
+
+    monkeypatch.setattr("services.worker.phases.PhaseTrace.held", broken)
+    async with pair(tiny_model) as both:
+        tokens, _ = await split(both, both.job())
+        assert len(tokens) == 6
+        await both.prefiller.settled()
+    assert "after prefill had ended" in caplog.text and "broken on purpose" in caplog.text
+
+
 async def test_decode_refuses_what_is_not_its_own(tiny_model: Path) -> None:
     async with pair(tiny_model) as both:
         job = both.job()
