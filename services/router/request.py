@@ -211,10 +211,6 @@ class RequestMachine:
         self._shun: set[str] = set()
         self._last_error: KvRelayError | None = None
 
-    @property
-    def tokens_sent(self) -> int:
-        return len(self._sent)
-
     def handle(self, event: Event) -> list[Action]:
         match event:
             case _ if self.phase in (Phase.DONE, Phase.FAILED):

@@ -53,12 +53,6 @@ class ChannelPool:
             channel = self._channels[address] = TracedChannel(inner, address, self._telemetry.tracer)
         return channel
 
-    async def drop(self, address: str) -> None:
-        """Closes the channel to a peer that is gone for good; its calls are cancelled."""
-        channel = self._channels.pop(address, None)
-        if channel is not None:
-            await channel.close()
-
     async def close(self) -> None:
         """Closes every channel; open calls are cancelled."""
         self._closed = True

@@ -92,21 +92,6 @@ def parse_settings(cls: type[S], argv: Sequence[str], environ: Mapping[str, str]
     return cls(**values)
 
 
-def to_args(settings: Any) -> list[str]:
-    """Flags that make `parse_settings` return `settings` again; those that are None are left out."""
-    args: list[str] = []
-    for field, kind, _ in _settings(type(settings)):
-        value = getattr(settings, field.name)
-        if value is None:
-            continue
-        if _base(kind) is bool:
-            args.append(_flag(field.name) if value else f"--no-{_kebab(field.name)}")
-        else:
-            # One argument, so that a value may begin with a dash.
-            args.append(f"{_flag(field.name)}={','.join(value) if isinstance(value, tuple) else value}")
-    return args
-
-
 def _settings(cls: Any) -> list[tuple[dataclasses.Field[Any], Any, _Meta]]:
     hints = typing.get_type_hints(cls)
     return [(field, hints[field.name], field.metadata["setting"]) for field in dataclasses.fields(cls) if "setting" in field.metadata]

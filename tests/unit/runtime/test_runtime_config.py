@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvrelay.errors import ConfigError
-from services.runtime.config import REQUIRED, load_settings, parse_settings, setting, to_args
+from services.runtime.config import REQUIRED, load_settings, parse_settings, setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,19 +97,22 @@ def test_help_shows_every_setting_with_unit_default_range_and_variable(capsys: p
         assert part in text, part
 
 
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ("--model", "m"),
-        ("--model=-dash", "--port", "5", "--no-warm", "--stores", "a:1,b:2", "--folder", "/x y", "--mode", "split", "--otlp", "http://c"),
-    ],
-)
-def test_arguments_made_from_settings_give_the_same_settings(argv: tuple[str, ...]) -> None:
-    settings = parse(*argv)
-    assert parse(*to_args(settings)) == settings
-
-
-def test_arguments_win_over_any_environment() -> None:
-    settings = parse("--model", "m")
-    args = to_args(settings)
-    assert parse(*args, KVRELAY_PORT="7", KVRELAY_WARM="false", KVRELAY_MODE="split") == settings
+def test_flags_win_over_any_environment() -> None:
+    flags = (
+        "--model=-dash",
+        "--port",
+        "5",
+        "--no-warm",
+        "--stores",
+        "a:1,b:2",
+        "--folder",
+        "/x y",
+        "--mode",
+        "split",
+        "--otlp",
+        "http://c",
+    )
+    settings = parse(*flags, KVRELAY_MODEL="m", KVRELAY_PORT="7", KVRELAY_WARM="true", KVRELAY_MODE="hybrid")
+    assert settings == Settings(
+        model="-dash", port=5, warm=False, stores=("a:1", "b:2"), folder=Path("/x y"), mode="split", otlp="http://c"
+    )
