@@ -36,3 +36,15 @@ class StepCost(Protocol):
     def predict_s(self, shape: StepShape) -> float:
         """Seconds, never negative, never smaller for more work."""
         ...
+
+
+class StepCostLearner(Protocol):
+    """A step cost that measures itself: what the engine core is given, and what it tells of every step."""
+
+    def predict_s(self, shape: StepShape) -> float | None:
+        """Seconds, as `StepCost.predict_s` says; None as long as too few steps were seen."""
+        ...
+
+    def observe(self, shape: StepShape, seconds: float) -> None:
+        """A step of this shape took that long, from before the forward pass until its tokens were drawn. Cheap; never raises."""
+        ...
