@@ -1,0 +1,97 @@
+"""Compiles the native kernels for this machine once and keeps the library.
+
+`g++ -march=native` takes a few seconds; the result is kept under a name made of the sources, the compiler and the CPU, so another
+machine, compiler or version never loads it. Nothing but a C++ compiler is needed: no torch headers, no build system.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from kvrelay.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+SOURCES = ("vector.h", "team.h", "linear.h", "attention.h", "forward.cpp")
+FLAGS = (
+    "-O3", "-march=native", "-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared", "-pthread",
+)  # fmt: skip
+COMPILERS = ("g++", "c++", "clang++")
+_TIMEOUT_S = 300.0
+_FOLDER = Path(__file__).parent
+
+
+class NativeKernelsUnavailable(ConfigError):
+    """The native kernels cannot be built or used here; the message says why. Torch's operators serve instead."""
+
+
+def library_path(cache_dir: Path) -> Path:
+    """The library for this machine under `cache_dir`, compiled if it is not there yet. Blocks for some seconds then.
+
+    Two processes may compile at once: each writes a file of its own, and the last rename wins with equal content.
+    Raises `NativeKernelsUnavailable` without a compiler, or when it fails.
+    """
+    compiler = _compiler()
+    target = cache_dir / f"kernels-{_digest(compiler)}.so"
+    if not target.is_file():
+        _compile(compiler, target)
+    return target
+
+
+def _compiler() -> str:
+    for name in COMPILERS:
+        if found := shutil.which(name):
+            return found
+    raise NativeKernelsUnavailable(f"no C++ compiler ({', '.join(COMPILERS)}) was found")
+
+
+def _compile(compiler: str, target: Path) -> None:
+    log.info("compiling the native kernels with %s: some seconds, once for this machine", compiler)
+    handle, made = -1, ""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        handle, made = tempfile.mkstemp(prefix=".kernels-", suffix=".so", dir=target.parent)
+        os.close(handle)
+        command = [compiler, *FLAGS, "-o", made, str(_FOLDER / "forward.cpp")]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+        if done.returncode:
+            raise NativeKernelsUnavailable(f"{compiler} could not compile the native kernels: {done.stderr.strip()[-2000:]}")
+        os.rename(made, target)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NativeKernelsUnavailable(f"the native kernels could not be compiled: {error}") from error
+    finally:
+        if made:
+            Path(made).unlink(missing_ok=True)
+
+
+def _digest(compiler: str) -> str:
+    digest = hashlib.sha256()
+    for name in SOURCES:
+        digest.update(name.encode() + b"\0" + (_FOLDER / name).read_bytes())
+    digest.update("\0".join((*FLAGS, _compiler_version(compiler), platform.machine(), _cpu_features())).encode())
+    return digest.hexdigest()[:16]
+
+
+def _compiler_version(compiler: str) -> str:
+    try:
+        done = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NativeKernelsUnavailable(f"{compiler} does not run: {error}") from error
+    return done.stdout
+
+
+def _cpu_features() -> str:
+    """What `-march=native` depends on: the first CPU's model and instruction sets."""
+    wanted = ("vendor_id", "cpu family", "model", "flags", "Features")
+    try:
+        first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
+    except OSError:
+        return platform.processor()
+    return "\n".join(line for line in first.splitlines() if line.split("\t")[0].strip() in wanted)

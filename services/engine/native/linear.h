@@ -1,0 +1,445 @@
+// y = x W^T with weights packed once into panels of columns: float32, bfloat16 (widened as it is read) or int8.
+//
+// Each output element is one chain of fused multiply-adds over the inputs in ascending order (int8: exact integer sums, one
+// chain over the groups), whatever the number of rows, the tile they fall in, or the thread. Tiles only decide how many
+// such chains run side by side.
+#pragma once
+
+#include <algorithm>
+#include <cstdlib>
+#include <vector>
+
+#include "team.h"
+#include "vector.h"
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+namespace kvr {
+
+#if defined(KVR_AVX512)
+constexpr int kPanelVectors = 2;  // 12 rows x 2 vectors of accumulators, 2 of weights, 1 of inputs: 27 of 32 registers
+constexpr int kTileRows = 12;
+#else
+constexpr int kPanelVectors = 1;  // AVX2: 6 rows x 2 registers, 2 of weights, 1 of inputs: 15 of 16
+constexpr int kTileRows = 6;
+#endif
+constexpr int kPanel = kPanelVectors * kLanes;
+
+enum class Kind : int { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2 };
+
+// Memory for weights and big buffers: zeroed, aligned, on huge pages where the system has them.
+class Buffer {
+  public:
+    Buffer() = default;
+    Buffer(const Buffer&) = delete;
+    Buffer& operator=(const Buffer&) = delete;
+    Buffer(Buffer&& other) noexcept : data_(other.data_), size_(other.size_) { other.data_ = nullptr, other.size_ = 0; }
+    ~Buffer() { std::free(data_); }
+    // At least `bytes`; what was there is lost when it has to grow. False when there is no memory.
+    bool reserve(size_t bytes) {
+        if (bytes <= size_) return true;
+        std::free(data_);
+        data_ = nullptr, size_ = 0;
+        size_t align = bytes >= (size_t)1 << 21 ? (size_t)1 << 21 : 64;
+        size_t rounded = (bytes + align - 1) / align * align;
+        data_ = std::aligned_alloc(align, rounded);
+        if (!data_) return false;
+#if defined(__linux__)
+        if (align > 64) madvise(data_, rounded, MADV_HUGEPAGE);
+#endif
+        std::memset(data_, 0, rounded);
+        size_ = rounded;
+        return true;
+    }
+    template <typename T>
+    T* as() const {
+        return static_cast<T*>(data_);
+    }
+
+  private:
+    void* data_ = nullptr;
+    size_t size_ = 0;
+};
+
+KVR_INLINE float widen(uint16_t x) {
+    uint32_t bits = (uint32_t)x << 16;
+    float wide;
+    std::memcpy(&wide, &bits, 4);
+    return wide;
+}
+
+// --- float32 and bfloat16 --------------------------------------------------------------------------------------------------
+
+// acc[r][v] += sum over k of a[r][k] * b[k][v], k ascending. `b` has `ldb` floats a row.
+template <int MR, int NV>
+KVR_INLINE void multiply(const float* a, long lda, const float* b, long ldb, int depth, F (&acc)[MR][NV]) {
+    for (int k = 0; k < depth; ++k) {
+        F w[NV];
+        for (int v = 0; v < NV; ++v) w[v] = load(b + k * ldb + v * kLanes);
+        for (int r = 0; r < MR; ++r) {
+            F x = splat(a[r * lda + k]);
+            for (int v = 0; v < NV; ++v) acc[r][v] = fma(x, w[v], acc[r][v]);
+        }
+    }
+}
+
+// A packed bfloat16 row of a panel: 32-bit words, word j holds column j below and column j + kPanel / 2 above.
+KVR_INLINE void load_panel(const uint32_t* p, F (&w)[kPanelVectors]) {
+#if defined(KVR_AVX512)
+    __m512i both = _mm512_loadu_si512(p);
+    w[0] = {_mm512_castsi512_ps(_mm512_slli_epi32(both, 16))};
+    w[1] = {_mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32((int)0xffff0000)))};
+#elif defined(KVR_AVX2)
+    __m256i both = _mm256_loadu_si256((const __m256i*)p);
+    w[0] = {_mm256_castsi256_ps(_mm256_slli_epi32(both, 16)),
+            _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32((int)0xffff0000)))};
+#else
+    for (int j = 0; j < kPanel / 2; ++j) {
+        w[0].v[j] = widen((uint16_t)(p[j] & 0xffff));
+        w[0].v[j + kPanel / 2] = widen((uint16_t)(p[j] >> 16));
+    }
+#endif
+}
+
+template <int MR>
+KVR_INLINE void multiply_bf16(const float* a, long lda, const uint32_t* b, int depth, F (&acc)[MR][kPanelVectors]) {
+    constexpr int ahead = 24;
+    for (int k = 0; k < depth; ++k) {
+        F w[kPanelVectors];
+        __builtin_prefetch(b + (k + ahead) * (kPanel / 2));
+        load_panel(b + k * (kPanel / 2), w);
+        for (int r = 0; r < MR; ++r) {
+            F x = splat(a[r * lda + k]);
+            for (int v = 0; v < kPanelVectors; ++v) acc[r][v] = fma(x, w[v], acc[r][v]);
+        }
+    }
+}
+
+// --- int8 ------------------------------------------------------------------------------------------------------------------
+
+// Activations are stored offset by 128 (0 to 255), which is what the CPU's dot product takes; `offset` in a packed group takes
+// 128 times the weights' sum off again. A packed group of a panel: `group / kQuad` steps of kPanel columns x kQuad bytes,
+// then kPanel int32 offsets, then kPanel float scales.
+#if defined(KVR_AVX512) && defined(__AVX512VNNI__)
+#define KVR_VNNI 1
+#endif
+constexpr int kQuad = 4;
+constexpr int kInt8Rows = 6;  // integer and float accumulators: 2 x 6 x 2 vectors
+
+KVR_INLINE size_t group_bytes(int group) { return (size_t)group * kPanel + 2 * sizeof(float) * kPanel; }
+
+struct I {
+#if defined(KVR_AVX512)
+    __m512i v;
+#elif defined(KVR_AVX2)
+    __m256i a, b;
+#else
+    int32_t v[kLanes];
+#endif
+};
+KVR_INLINE I load_int(const int32_t* p) {
+#if defined(KVR_AVX512)
+    return {_mm512_loadu_si512(p)};
+#elif defined(KVR_AVX2)
+    return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)(p + 8))};
+#else
+    I result;
+    std::memcpy(result.v, p, sizeof(result.v));
+    return result;
+#endif
+}
+KVR_INLINE F to_float(I x) {
+#if defined(KVR_AVX512)
+    return {_mm512_cvtepi32_ps(x.v)};
+#elif defined(KVR_AVX2)
+    return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)};
+#else
+    return each([&](int i) { return (float)x.v[i]; });
+#endif
+}
+// One step's weights of 16 columns, ready to be multiplied.
+struct Quads {
+#if defined(KVR_AVX512)
+    __m512i v;
+#elif defined(KVR_AVX2)
+    __m128i v[4];
+#else
+    const int8_t* p;
+#endif
+};
+KVR_INLINE Quads load_quads(const int8_t* p) {
+#if defined(KVR_AVX512)
+    return {_mm512_loadu_si512(p)};
+#elif defined(KVR_AVX2)
+    const __m128i* q = (const __m128i*)p;
+    return {{_mm_loadu_si128(q), _mm_loadu_si128(q + 1), _mm_loadu_si128(q + 2), _mm_loadu_si128(q + 3)}};
+#else
+    return {p};
+#endif
+}
+// sums += dot products of four inputs with four weights, for 16 columns; exact.
+KVR_INLINE I dot(I sums, const uint8_t* x, Quads w) {
+    int32_t four;
+    std::memcpy(&four, x, 4);
+#if defined(KVR_VNNI)
+    return {_mm512_dpbusd_epi32(sums.v, _mm512_set1_epi32(four), w.v)};
+#elif defined(KVR_AVX512)
+    __m512i xs = _mm512_set1_epi32(four);
+    __m512i x_even = _mm512_and_si512(xs, _mm512_set1_epi16(0x00ff)), x_odd = _mm512_srli_epi16(xs, 8);
+    __m512i w_even = _mm512_srai_epi16(_mm512_slli_epi16(w.v, 8), 8), w_odd = _mm512_srai_epi16(w.v, 8);
+    return {_mm512_add_epi32(sums.v, _mm512_add_epi32(_mm512_madd_epi16(x_even, w_even), _mm512_madd_epi16(x_odd, w_odd)))};
+#elif defined(KVR_AVX2)
+    // Pairs of 16-bit products never overflow 32 bits; the 8-bit instruction of AVX2 saturates.
+    __m256i xs = _mm256_cvtepu8_epi16(_mm_set1_epi32(four));
+    __m256i parts[4];
+    for (int i = 0; i < 4; ++i) parts[i] = _mm256_madd_epi16(xs, _mm256_cvtepi8_epi16(w.v[i]));
+    // hadd leaves the 128-bit lanes' columns interleaved: 0 1 4 5 | 2 3 6 7.
+    __m256i low = _mm256_permute4x64_epi64(_mm256_hadd_epi32(parts[0], parts[1]), 0xd8);
+    __m256i high = _mm256_permute4x64_epi64(_mm256_hadd_epi32(parts[2], parts[3]), 0xd8);
+    return {_mm256_add_epi32(sums.a, low), _mm256_add_epi32(sums.b, high)};
+#else
+    for (int j = 0; j < kLanes; ++j)
+        for (int i = 0; i < kQuad; ++i) sums.v[j] += (int32_t)x[i] * w.p[j * kQuad + i];
+    return sums;
+#endif
+}
+
+// acc[r][v] = sum over groups of (integer sum * x_scale) * w_scale, groups ascending.
+template <int MR>
+KVR_INLINE void multiply_int8(const uint8_t* x, long ldx, const float* x_scales, long ld_scales, const int8_t* panel, int groups, int group,
+                              F (&acc)[MR][kPanelVectors]) {
+    for (int g = 0; g < groups; ++g) {
+        const int8_t* w = panel + (size_t)g * group_bytes(group);
+        const int32_t* offsets = (const int32_t*)(w + (size_t)group * kPanel);
+        const float* scales = (const float*)(offsets + kPanel);
+        I sums[MR][kPanelVectors];
+        for (int r = 0; r < MR; ++r)
+            for (int v = 0; v < kPanelVectors; ++v) sums[r][v] = load_int(offsets + v * kLanes);
+        const uint8_t* xg = x + (long)g * group;
+        for (int k = 0; k < group; k += kQuad) {
+            Quads q[kPanelVectors];
+            __builtin_prefetch(w + k * kPanel + 1536);
+            __builtin_prefetch(w + k * kPanel + 1536 + 64);
+            for (int v = 0; v < kPanelVectors; ++v) q[v] = load_quads(w + k * kPanel + v * kLanes * kQuad);
+            for (int r = 0; r < MR; ++r)
+                for (int v = 0; v < kPanelVectors; ++v) sums[r][v] = dot(sums[r][v], xg + r * ldx + k, q[v]);
+        }
+        for (int r = 0; r < MR; ++r) {
+            F scale = splat(x_scales[r * ld_scales + g]);
+            for (int v = 0; v < kPanelVectors; ++v) acc[r][v] = fma(to_float(sums[r][v]) * scale, load(scales + v * kLanes), acc[r][v]);
+        }
+    }
+}
+
+// --- a linear --------------------------------------------------------------------------------------------------------------
+
+// What is done with a finished tile.
+enum class Finish { kStore, kAdd, kSiluMul, kGeluMul };
+
+struct Linear {
+    Kind kind = Kind::kFloat32;
+    int columns = 0;  // outputs, without padding
+    int depth = 0;    // inputs
+    int group = 0;    // inputs that share a scale (int8); a multiple of kQuad; several times it is `padded_depth()`
+    bool paired = false;  // even panels are gates, odd ones the matching ups: a tile ends in act(gate) * up
+    Buffer weights;
+    std::vector<float> bias;  // padded to whole panels, or empty
+
+    int panels() const { return paired ? 2 * ((columns / 2 + kPanel - 1) / kPanel) : (columns + kPanel - 1) / kPanel; }
+    int groups() const { return (depth + group - 1) / group; }
+    size_t panel_bytes() const {
+        if (kind == Kind::kInt8) return groups() * group_bytes(group);
+        return (size_t)depth * kPanel * (kind == Kind::kFloat32 ? 4 : 2);
+    }
+    const char* panel(int index) const { return weights.as<char>() + index * panel_bytes(); }
+    // The output that column `j` of panel `index` is; -1 for padding.
+    int column(int index, int j) const {
+        if (!paired) return index * kPanel + j < columns ? index * kPanel + j : -1;
+        int half = columns / 2, inner = (index / 2) * kPanel + j;
+        return inner < half ? (index % 2) * half + inner : -1;
+    }
+
+    // `source` is [columns, depth] of the kind's type; `scales` (int8) [columns, groups()]. False when there is no memory.
+    bool pack(Kind new_kind, const void* source, const float* scales, const float* new_bias, int new_columns, int new_depth, int new_group,
+              bool new_paired) {
+        kind = new_kind, columns = new_columns, depth = new_depth, group = new_group, paired = new_paired;
+        if (!weights.reserve(panels() * panel_bytes() + 4096)) return false;  // prefetches may run ahead
+        for (int p = 0; p < panels(); ++p) {
+            for (int j = 0; j < kPanel; ++j) {
+                int n = column(p, j);
+                if (n < 0) continue;
+                if (kind == Kind::kFloat32) {
+                    float* out = (float*)panel(p) + j;
+                    const float* row = (const float*)source + (size_t)n * depth;
+                    for (int k = 0; k < depth; ++k) out[(size_t)k * kPanel] = row[k];
+                } else if (kind == Kind::kBfloat16) {
+                    uint16_t* out = (uint16_t*)panel(p) + (j % (kPanel / 2)) * 2 + j / (kPanel / 2);
+                    const uint16_t* row = (const uint16_t*)source + (size_t)n * depth;
+                    for (int k = 0; k < depth; ++k) out[(size_t)k * kPanel] = row[k];
+                } else {
+                    pack_int8(p, j, (const int8_t*)source + (size_t)n * depth, scales + (size_t)n * groups());
+                }
+            }
+        }
+        bias.clear();
+        if (new_bias) {
+            bias.assign((size_t)panels() * kPanel, 0.0f);
+            for (int p = 0; p < panels(); ++p)
+                for (int j = 0; j < kPanel; ++j)
+                    if (int n = column(p, j); n >= 0) bias[p * kPanel + j] = new_bias[n];
+        }
+        return true;
+    }
+
+    void pack_int8(int p, int j, const int8_t* row, const float* scales) {
+        for (int g = 0; g < groups(); ++g) {
+            int8_t* out = (int8_t*)panel(p) + (size_t)g * group_bytes(group);
+            int32_t* offsets = (int32_t*)(out + (size_t)group * kPanel);
+            int total = 0;
+            for (int k = 0; k < group && g * group + k < depth; ++k) {
+                out[(k / kQuad * kPanel + j) * kQuad + k % kQuad] = row[g * group + k];
+                total += row[g * group + k];
+            }
+            offsets[j] = -128 * total;
+            ((float*)(offsets + kPanel))[j] = scales[g];
+        }
+    }
+};
+
+// The inputs of a linear: float rows, and for int8 their quantized form.
+struct Inputs {
+    const float* rows;
+    long stride;
+    const uint8_t* bytes;  // [rows, groups * group]
+    const float* scales;   // [rows, groups]
+};
+
+KVR_INLINE F silu(F x) { return x / (splat(1.0f) + exp(splat(0.0f) - x)); }
+// 0.5 x (1 + tanh(u)) = x / (1 + e^-2u), u = sqrt(2/pi) (x + 0.044715 x^3).
+KVR_INLINE F gelu_tanh(F x) {
+    F u = splat(0.7978845608028654f) * fma(splat(0.044715f) * x * x, x, x);
+    return x / (splat(1.0f) + exp(splat(-2.0f) * u));
+}
+
+template <int MR>
+KVR_INLINE void finish_tile(const Linear& linear, int panel, const F (&acc)[MR][kPanelVectors], Finish how, float* gates, float* y, long ldy) {
+    for (int r = 0; r < MR; ++r) {
+        for (int v = 0; v < kPanelVectors; ++v) {
+            F value = acc[r][v];
+            if (!linear.bias.empty()) value = value + load(&linear.bias[panel * kPanel + v * kLanes]);
+            if (how == Finish::kSiluMul || how == Finish::kGeluMul) {
+                float* gate = gates + (r * kPanelVectors + v) * kLanes;
+                if (panel % 2 == 0) {
+                    store(gate, how == Finish::kSiluMul ? silu(value) : gelu_tanh(value));
+                } else {
+                    store(y + r * ldy + (panel / 2) * kPanel + v * kLanes, load(gate) * value);
+                }
+            } else {
+                float* out = y + r * ldy + panel * kPanel + v * kLanes;
+                store(out, how == Finish::kAdd ? load(out) + value : value);
+            }
+        }
+    }
+}
+
+template <int MR>
+void run_tile(const Linear& linear, int panel, const float* wide, const Inputs& in, long row, Finish how, float* gates, float* y, long ldy) {
+    F acc[MR][kPanelVectors];
+    for (int r = 0; r < MR; ++r)
+        for (int v = 0; v < kPanelVectors; ++v) acc[r][v] = splat(0.0f);
+    const char* weights = linear.panel(panel);
+    const float* x = in.rows + row * in.stride;
+    if (linear.kind == Kind::kInt8) {
+        if constexpr (MR <= kInt8Rows) {
+            long groups = linear.groups(), width = groups * linear.group;
+            multiply_int8<MR>(in.bytes + row * width, width, in.scales + row * groups, groups, (const int8_t*)weights, (int)groups, linear.group, acc);
+        }
+    } else if (wide) {
+        multiply<MR, kPanelVectors>(x, in.stride, wide, kPanel, linear.depth, acc);
+    } else {
+        multiply_bf16<MR>(x, in.stride, (const uint32_t*)weights, linear.depth, acc);
+    }
+    finish_tile<MR>(linear, panel, acc, how, gates, y + row * ldy, ldy);
+}
+
+using TileRunner = void (*)(const Linear&, int, const float*, const Inputs&, long, Finish, float*, float*, long);
+template <int... MR>
+constexpr TileRunner pick_tile(int rows, std::integer_sequence<int, MR...>) {
+    constexpr TileRunner runners[] = {&run_tile<MR + 1>...};
+    return runners[rows - 1];
+}
+
+// This thread's share of a linear over `rows` rows: whole panels (pairs of panels where paired). `scratch` holds depth * kPanel
+// floats. Outputs are padded: `ldy` is at least panels() * kPanel (half of it where paired).
+inline void run_linear(const Linear& linear, const Inputs& in, long rows, Finish how, float* y, long ldy, float* scratch, const Worker& worker) {
+    long begin, end;
+    const int step = linear.paired ? 2 : 1;
+    worker.share(linear.panels() / step, &begin, &end);
+    const int most = linear.kind == Kind::kInt8 ? kInt8Rows : kTileRows;
+    const long tiles = (rows + most - 1) / most;
+    const bool widened = linear.kind == Kind::kBfloat16 && tiles > 2;
+    alignas(64) float gates[kTileRows * kPanel];
+    // Rows are blocked so that their inputs stay in the second-level cache while the panels pass.
+    const long block = std::max<long>(1, (linear.kind == Kind::kInt8 ? 1 << 20 : 1 << 18) / std::max(1, linear.depth) / most) * most;
+    for (long first = 0; first < rows; first += block) {
+        const long last = std::min(rows, first + block), count = (last - first + most - 1) / most;
+        for (long unit = begin * step; unit < end * step; unit += step) {
+            const float* wide[2] = {nullptr, nullptr};
+            for (int half = 0; half < step; ++half) {
+                if (linear.kind == Kind::kFloat32) wide[half] = (const float*)linear.panel(unit + half);
+                if (!widened) continue;
+                float* out = scratch + (size_t)half * linear.depth * kPanel;
+                const uint32_t* words = (const uint32_t*)linear.panel(unit + half);
+                for (int k = 0; k < linear.depth; ++k) {
+                    F w[kPanelVectors];
+                    load_panel(words + (size_t)k * (kPanel / 2), w);
+                    for (int v = 0; v < kPanelVectors; ++v) store(out + (size_t)k * kPanel + v * kLanes, w[v]);
+                }
+                wide[half] = out;
+            }
+            for (long t = 0; t < count; ++t) {
+                // Tiles of like size: 16 rows are 8 + 8, not 12 + 4.
+                const long row = first + (last - first) * t / count, next = first + (last - first) * (t + 1) / count;
+                TileRunner run = pick_tile((int)(next - row), std::make_integer_sequence<int, kTileRows>{});
+                for (int half = 0; half < step; ++half) run(linear, (int)unit + half, wide[half], in, row, how, gates, y, ldy);
+            }
+        }
+    }
+}
+
+// This thread's share of quantizing `rows` rows of `depth` floats: bytes offset by 128, a scale for each row and group.
+inline void quantize(const float* x, long stride, long rows, int depth, int group, uint8_t* bytes, float* scales, const Worker& worker) {
+    const int groups = (depth + group - 1) / group;
+    long begin, end;
+    worker.share(rows, &begin, &end);
+    for (long r = begin; r < end; ++r) {
+        for (int g = 0; g < groups; ++g) {
+            const float* source = x + r * stride + (long)g * group;
+            uint8_t* out = bytes + (r * groups + g) * group;
+            const int count = std::min(group, depth - g * group);
+            int k = 0;
+            F top = splat(0.0f);
+            for (; k + kLanes <= count; k += kLanes) top = max(top, abs(load(source + k)));
+            float most = largest(top);
+            for (; k < count; ++k) most = std::max(most, std::fabs(source[k]));
+            const float inverse = most > 0.0f ? 127.0f / most : 0.0f;
+            scales[r * groups + g] = most / 127.0f;
+            for (k = 0; k + kLanes <= count; k += kLanes) {
+#if defined(KVR_AVX512)
+                __m512i q = _mm512_add_epi32(_mm512_cvtps_epi32((load(source + k) * splat(inverse)).v), _mm512_set1_epi32(128));
+                _mm_storeu_si128((__m128i*)(out + k), _mm512_cvtepi32_epi8(q));
+#else
+                float rounded[kLanes];
+                store(rounded, round_even(load(source + k) * splat(inverse)));
+                for (int i = 0; i < kLanes; ++i) out[k + i] = (uint8_t)(int)(rounded[i] + 128.0f);
+#endif
+            }
+            for (; k < count; ++k) out[k] = (uint8_t)(int)(std::nearbyint(source[k] * inverse) + 128.0f);
+            for (; k < group; ++k) out[k] = 128;
+        }
+    }
+}
+
+}  // namespace kvr
