@@ -8,8 +8,16 @@ from dataclasses import dataclass, field
 
 import torch
 
+from services.engine.decoder import ForwardEntry
 from services.engine.kv_pool import KvPool
-from services.engine.model import ForwardBatch, ForwardEntry, LlamaModel
+from services.engine.model import LlamaModel, ModelOptions
+
+MODES = {
+    "float32": ModelOptions(torch.float32, torch.float32),
+    "bfloat16": ModelOptions(),
+    "int8": ModelOptions(quantization="int8"),
+}
+"""The ways a model is computed, whose answers must each keep their bits."""
 
 
 @dataclass(slots=True)
@@ -28,7 +36,7 @@ class PagedRun:
 
     def __init__(self, model: LlamaModel, *, num_pages: int = 256, page_size: int = 16, seed: int = 0) -> None:
         self.model = model
-        self.pool = KvPool(model.config, num_pages, page_size, model.dtype)
+        self.pool = KvPool(model.config, num_pages, page_size, model.options.kv_dtype)
         self._free = list(range(num_pages))
         random.Random(seed).shuffle(self._free)
 
@@ -48,7 +56,7 @@ class PagedRun:
             ForwardEntry(sequence.token_ids[sequence.done : sequence.done + count], sequence.done, sequence.pages, sample=True)
             for sequence, count in work
         ]
-        logits = self.model.forward(ForwardBatch(entries), self.pool)
+        logits = self.model.forward(entries, self.pool)
         assert logits.shape == (len(entries), self.model.config.vocab_size) and logits.dtype == torch.float32
         for (sequence, count), row in zip(work, logits, strict=True):
             sequence.done += count

@@ -61,14 +61,10 @@ class AttentionPlan:
     """int64 `[layers, tokens]`: rows of `KvPool.slot_rows`."""
     value_slots: torch.Tensor
     reads: tuple[_Read, ...]
-    zero_pages: tuple[int, ...]
-    """Pages this step begins to fill and does not fill up."""
 
 
-def plan_attention(spans: Sequence[Span], pool: KvPool, rules: Rules, windows: frozenset[int]) -> AttentionPlan:
-    """Plans one step; `ValueError` for a span that is empty, begins below 0 or has too few pages, or for a page out of the pool."""
-    for span in spans:
-        _check(span, pool)
+def plan_attention(spans: Sequence[Span], pool: KvPool, rules: Rules, windows: frozenset[int], dtype: torch.dtype) -> AttentionPlan:
+    """Plans one step whose activations are of `dtype`; the spans fit their pages, and these the pool."""
     decode = sorted((i for i, span in enumerate(spans) if span.count == 1), key=lambda i: spans[i].end)
     order = (*decode, *(i for i, span in enumerate(spans) if span.count > 1))
     ordered = [spans[i] for i in order]
@@ -78,12 +74,12 @@ def plan_attention(spans: Sequence[Span], pool: KvPool, rules: Rules, windows: f
     reads: list[_Read] = []
     row = 0
     for group in _groups_of_like_length([spans[i] for i in decode]):
-        reads.append(_decode_read(row, group, pool, rules, windows))
+        reads.append(_decode_read(row, group, pool, rules, windows, dtype))
         row += len(group)
     for span in ordered[len(decode) :]:
         for offset in range(0, span.count, _TILE_ROWS):
             tile = Span(span.start + offset, min(_TILE_ROWS, span.count - offset), span.pages)
-            reads.append(_prefill_read(row, tile, pool, rules, windows))
+            reads.append(_prefill_read(row, tile, pool, rules, windows, dtype))
             row += tile.count
     return AttentionPlan(
         order=order,
@@ -91,7 +87,6 @@ def plan_attention(spans: Sequence[Span], pool: KvPool, rules: Rules, windows: f
         key_slots=key_slots,
         value_slots=key_slots + pool.page_size,
         reads=tuple(reads),
-        zero_pages=tuple(page for span in ordered for page in _begun_pages(span, pool.page_size)),
     )
 
 
@@ -106,9 +101,9 @@ class PagedAttention:
         self._rules = rules
 
     def write(self, plan: AttentionPlan, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Stores keys and values, each `[tokens, kv_heads, head_dim]`, in their slots."""
-        self._pool.slot_rows.index_copy_(0, plan.key_slots[layer], keys)
-        self._pool.slot_rows.index_copy_(0, plan.value_slots[layer], values)
+        """Stores keys and values, each `[tokens, kv_heads, head_dim]`, in their slots, rounded to the pool's dtype (halves to even)."""
+        self._pool.slot_rows.index_copy_(0, plan.key_slots[layer], keys.to(self._pool.dtype))
+        self._pool.slot_rows.index_copy_(0, plan.value_slots[layer], values.to(self._pool.dtype))
 
     def read(self, plan: AttentionPlan, layer: int, window: int, queries: torch.Tensor, out: torch.Tensor) -> None:
         """Attends with `queries` `[tokens, query_heads, head_dim]` to all stored positions up to each one's own.
@@ -120,14 +115,14 @@ class PagedAttention:
             attend = self._decode if call.decode else self._prefill
             out[rows] = attend(call, layer, call.masks[window], queries[rows])
 
-    def _gather(self, call: _Read, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _gather(self, call: _Read, layer: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values, each `[sequences, kv_heads, keys, head_dim]` (strided)."""
-        both = self._pool.gather(call.page_rows[layer]).view(call.sequences, 2, -1, self._pool.kv_heads, self._pool.head_dim)
+        both = self._pool.gather(call.page_rows[layer], dtype).view(call.sequences, 2, -1, self._pool.kv_heads, self._pool.head_dim)
         both = both[:, :, : call.keys]
         return both[:, 0].transpose(1, 2), both[:, 1].transpose(1, 2)
 
     def _decode(self, call: _Read, layer: int, mask: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
-        keys, values = self._gather(call, layer)
+        keys, values = self._gather(call, layer, queries.dtype)
         group = self._query_heads // self._pool.kv_heads
         folded = queries.reshape(call.sequences, self._pool.kv_heads, group, self._pool.head_dim)
         padded_rows = self._rules.pad_queries(group)
@@ -137,7 +132,7 @@ class PagedAttention:
         return out[:, :, :group].reshape(call.sequences, -1)
 
     def _prefill(self, call: _Read, layer: int, mask: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
-        keys, values = self._gather(call, layer)
+        keys, values = self._gather(call, layer, queries.dtype)
         count = queries.shape[0]
         if mask.shape[0] > count:
             queries = F.pad(queries, (0, 0, 0, 0, 0, mask.shape[0] - count))
@@ -145,24 +140,10 @@ class PagedAttention:
         return out[0].transpose(0, 1)[:count].reshape(count, -1)
 
 
-def _check(span: Span, pool: KvPool) -> None:
-    if span.count < 1 or span.start < 0:
-        raise ValueError(f"a span needs tokens and a position, got {span.count} from {span.start}")
-    if span.end > len(span.pages) * pool.page_size:
-        raise ValueError(f"{len(span.pages)} pages of {pool.page_size} do not hold {span.end} tokens")
-    if not all(0 <= page < pool.num_pages for page in span.pages):
-        raise ValueError(f"a page lies outside the pool's {pool.num_pages}")
-
-
 def _first_layer_slots(span: Span, pool: KvPool) -> list[int]:
     stride = pool.layers * 2 * pool.page_size
     size = pool.page_size
     return [span.pages[position // size] * stride + position % size for position in range(span.start, span.end)]
-
-
-def _begun_pages(span: Span, page_size: int) -> tuple[int, ...]:
-    last, filled = divmod(span.end, page_size)
-    return (span.pages[last],) if filled and last * page_size >= span.start else ()
 
 
 def _groups_of_like_length(spans: Sequence[Span]) -> list[list[Span]]:
@@ -176,17 +157,17 @@ def _groups_of_like_length(spans: Sequence[Span]) -> list[list[Span]]:
     return groups
 
 
-def _decode_read(row: int, spans: Sequence[Span], pool: KvPool, rules: Rules, windows: frozenset[int]) -> _Read:
+def _decode_read(row: int, spans: Sequence[Span], pool: KvPool, rules: Rules, windows: frozenset[int], dtype: torch.dtype) -> _Read:
     keys = rules.pad_keys(spans[-1].end)
     last = torch.tensor([[span.end - 1] for span in spans], device=pool.device)
-    masks = {window: mask[:, None, None, :] for window, mask in _masks(last, keys, pool.dtype, windows)}
+    masks = {window: mask[:, None, None, :] for window, mask in _masks(last, keys, dtype, windows)}
     return _Read(row, row + len(spans), _page_rows(spans, keys, pool), len(spans), keys, True, masks)
 
 
-def _prefill_read(row: int, tile: Span, pool: KvPool, rules: Rules, windows: frozenset[int]) -> _Read:
+def _prefill_read(row: int, tile: Span, pool: KvPool, rules: Rules, windows: frozenset[int], dtype: torch.dtype) -> _Read:
     keys = rules.pad_keys(tile.end)
     rows = torch.arange(tile.start, tile.start + rules.pad_queries(tile.count), device=pool.device)[:, None]
-    masks = dict(_masks(rows, keys, pool.dtype, windows))
+    masks = dict(_masks(rows, keys, dtype, windows))
     return _Read(row, row + tile.count, _page_rows([tile], keys, pool), 1, keys, False, masks)
 
 

@@ -8,8 +8,9 @@ import torch
 
 from kvrelay.values import SamplingParams
 from services.engine.core import StepEntry
+from services.engine.decoder import ForwardEntry
 from services.engine.kv_pool import KvPool
-from services.engine.model import ForwardBatch, ForwardEntry, LlamaModel
+from services.engine.model import LlamaModel
 from services.engine.sampler import SampledToken, sample
 from services.runtime.offloop import assert_off_loop
 
@@ -23,8 +24,8 @@ class DeviceModel:
 
     def forward(self, entries: Sequence[StepEntry]) -> torch.Tensor:
         assert_off_loop("a forward pass")
-        batch = ForwardBatch([ForwardEntry(entry.token_ids, entry.start, entry.pages, entry.sample) for entry in entries])
-        return self.model.forward(batch, self.pool)
+        wanted = [ForwardEntry(entry.token_ids, entry.start, entry.pages, entry.sample) for entry in entries]
+        return self.model.forward(wanted, self.pool)
 
     def sample(
         self,

@@ -22,7 +22,8 @@ from services.engine.detokenizer import TokenBytes
 from services.engine.device_model import DeviceModel
 from services.engine.identity import identity_of, layout_of, read_tokenizer_files
 from services.engine.kv_pool import KvPool
-from services.engine.model import load_model
+from services.engine.model import DTYPES, ModelOptions, load_model
+from services.engine.quantization import SCHEMES
 from services.engine.runner import Add, Release, Resume, Runner, RunnerOptions, StepReport
 from services.engine.scheduler import RETRY_AFTER_S, SchedulerLimits
 from services.engine.stream import Stream
@@ -32,7 +33,6 @@ from services.runtime.offloop import assert_off_loop
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """Tokens a page can hold."""
 _STOPPED = "the engine has stopped"
-_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +44,13 @@ class EngineSettings:
     model_name: str = ""
     """Name requests use; '' is the folder's name."""
     dtype: str = "bfloat16"
-    """'bfloat16' or 'float32'."""
-    kv_dtype: str = "auto"
-    """Dtype of the KV cache; 'auto' is the model's, and no other is supported yet."""
+    """Dtype of the weights: 'bfloat16' or 'float32'."""
+    kv_dtype: str = "bfloat16"
+    """Dtype of the KV cache: 'bfloat16' or 'float32'."""
+    quantization: str = "none"
+    """'none', or 'int8' for int8 weights and activations."""
+    kernels: str = "auto"
+    """What computes: 'native', 'torch', or 'auto' for the native kernels where they can be had."""
     device: str = "cpu"
     num_pages: int = 0
     """Pages of the KV pool; 0 derives them from `kv_cache_bytes`."""
@@ -66,12 +70,11 @@ class EngineSettings:
     debug: bool = False
     """Check the pages' integrity whenever the engine is idle."""
 
-    def check(self) -> tuple[torch.dtype, torch.device]:
-        """Dtype and device; `ConfigError` for a value that no model could be served with."""
-        if self.dtype not in _DTYPES:
-            raise ConfigError(f"dtype must be one of {', '.join(_DTYPES)}, got {self.dtype!r}")
-        if self.kv_dtype not in ("auto", self.dtype):
-            raise ConfigError(f"kv_dtype must be 'auto' or the model's {self.dtype!r}, got {self.kv_dtype!r}")
+    def check(self) -> ModelOptions:
+        """How the model is computed; `ConfigError` for a value that no model could be served with."""
+        for name, value in (("dtype", self.dtype), ("kv_dtype", self.kv_dtype)):
+            if value not in DTYPES:
+                raise ConfigError(f"{name} must be one of {', '.join(DTYPES)}, got {value!r}")
         if self.block_size not in BLOCK_SIZES:
             raise ConfigError(f"block_size must be one of {', '.join(map(str, BLOCK_SIZES))} tokens, got {self.block_size}")
         if self.threads < 1:
@@ -79,9 +82,10 @@ class EngineSettings:
         if self.num_pages < 0 or self.max_context_tokens < 0:
             raise ConfigError(f"num_pages and max_context_tokens must be 0 or more, got {self.num_pages} and {self.max_context_tokens}")
         try:
-            return _DTYPES[self.dtype], torch.device(self.device)
+            device = torch.device(self.device)
         except RuntimeError as error:
             raise ConfigError(f"device must be one that torch knows, got {self.device!r}") from error
+        return ModelOptions(DTYPES[self.dtype], DTYPES[self.kv_dtype], self.quantization, device, self.kernels, self.threads)
 
 
 class Engine:
@@ -270,23 +274,33 @@ class Engine:
         """On the runner's thread: everything that is slow or touches torch."""
         assert_off_loop("loading a model")
         settings = self._settings
-        dtype, device = settings.check()
+        options = settings.check()
         scheduling = SchedulerLimits(settings.max_num_batched_tokens, settings.max_num_seqs, settings.max_waiting)
         torch.set_num_threads(settings.threads)
         files = read_tokenizer_files(settings.model_path)
         token_bytes = TokenBytes(_tokenizer(files["tokenizer.json"]))
-        model = load_model(settings.model_path, dtype, device)
+        model = load_model(settings.model_path, options)
         config = model.config
         name = settings.model_name or settings.model_path.name
-        self._identity = identity_of(settings.model_path, config, files, model=name, dtype=settings.dtype, kv_dtype=settings.dtype)
-        self._layout = layout_of(config, settings.block_size, settings.dtype)
+        self._identity = identity_of(
+            settings.model_path,
+            config,
+            files,
+            model=name,
+            dtype=settings.dtype,
+            kv_dtype=settings.kv_dtype,
+            quantization=SCHEMES[settings.quantization],
+        )
+        self._layout = layout_of(config, settings.block_size, settings.kv_dtype)
         num_pages = settings.num_pages or settings.kv_cache_bytes // self._layout.block_bytes
         if num_pages < 1:
             raise ConfigError(f"kv_cache_bytes {settings.kv_cache_bytes} is less than one page of {self._layout.block_bytes} bytes")
         try:
-            self._pool = KvPool(config, num_pages, settings.block_size, dtype, device)
+            self._pool = KvPool(config, num_pages, settings.block_size, options.kv_dtype, options.device)
         except RuntimeError as error:
-            raise ConfigError(f"a KV cache of {num_pages * self._layout.block_bytes} bytes cannot be allocated on {device}") from error
+            raise ConfigError(
+                f"a KV cache of {num_pages * self._layout.block_bytes} bytes cannot be allocated on {options.device}"
+            ) from error
         context = min(settings.max_context_tokens or config.max_positions, config.max_positions)
         self._limits = RequestLimits(config.vocab_size, context, num_pages * settings.block_size)
         self._tokenizer_files = files

@@ -1,10 +1,11 @@
-"""When a token's numbers do not depend on who shares its batch: every rule about that, in one place.
+"""When torch gives a token the same numbers whoever shares its batch: every rule about that, in one place.
 
 Split, colocated, cold, cached and resumed runs of a prompt must give the same tokens. That needs each row's bits to be the
 same whether it is computed alone or among others, in chunks of any length, on a computed or an imported prefix. CPU kernels
 choose other summation orders for other shapes; padding keeps them within one class of shapes. The classes were measured bit
-for bit on AVX512 (with bf16 instructions) and on AVX2 (without); `exactness_check.violations` measures them again on the machine
-it runs on, and a test holds them. They hold for one torch thread a process, and between machines of one kind only.
+for bit on AVX512 and on AVX2; `exactness_check.violations` measures whole decoders again on the machine it runs on, and a test
+holds each operator. They hold in float32, for one torch thread a process, and between machines of one kind only. Int8 linears
+need no rule: their integer sums are exact.
 """
 
 from __future__ import annotations
@@ -13,13 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
-SUPPORTED_DTYPES = (torch.bfloat16, torch.float32)
-"""What weights, activations and KV may be; all three are the same."""
-
 KEY_BLOCK = 512
 """Keys that torch's CPU attention sums in one matrix product."""
 
-_WHOLE_PAGES = tuple(range(16, KEY_BLOCK + 1, 16))
 _AVX2_TAILS = (64, 128, 192, 384, 512)
 """Sums over 193 to 383 keys are split elsewhere than longer and shorter ones."""
 
@@ -36,9 +33,6 @@ class Rules:
     """Attention sums keys in blocks of `KEY_BLOCK`; the last block is padded (masked) to one of these sizes, ascending."""
     pack_linear: bool
     """Linears run in oneDNN on weights it has reordered once: up to twice as fast for few rows, and alike for two rows or more."""
-    widen_linear: bool
-    """bf16 linears multiply exact float32 copies of the weights and round once: same precision as a bf16 product that sums in
-    float32, and five times faster where the CPU has no bf16 instructions (for twice the weight memory)."""
 
     def pad_rows(self, rows: int) -> int:
         """Rows that a linear should be given for `rows` real ones."""
@@ -59,19 +53,12 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def rules_for(dtype: torch.dtype, device: torch.device) -> Rules:
-    """The rules for this process's CPU, or the plain ones (no promise of equal bits) for another device.
-
-    `ValueError` for a dtype outside `SUPPORTED_DTYPES`.
-    """
-    if dtype not in SUPPORTED_DTYPES:
-        raise ValueError(f"unsupported dtype {dtype}; supported: bfloat16, float32")
+def rules_for(device: torch.device) -> Rules:
+    """The rules for this process's CPU, or the plain ones (no promise of equal bits) for another device."""
     if device.type != "cpu":
-        return Rules(linear_rows=1, query_rows=1, key_tails=_WHOLE_PAGES, pack_linear=False, widen_linear=False)
+        return Rules(linear_rows=1, query_rows=1, key_tails=tuple(range(16, KEY_BLOCK + 1, 16)), pack_linear=False)
     pack: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     rows = 2 if pack else 16
     if torch.backends.cpu.get_cpu_capability() == "AVX2":
-        return Rules(linear_rows=rows, query_rows=4, key_tails=_AVX2_TAILS, pack_linear=pack, widen_linear=dtype == torch.bfloat16)
-    if dtype == torch.bfloat16 and pack and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return Rules(linear_rows=rows, query_rows=1, key_tails=_WHOLE_PAGES, pack_linear=True, widen_linear=False)
-    return Rules(linear_rows=rows, query_rows=16, key_tails=(KEY_BLOCK,), pack_linear=pack, widen_linear=dtype == torch.bfloat16)
+        return Rules(linear_rows=rows, query_rows=4, key_tails=_AVX2_TAILS, pack_linear=pack)
+    return Rules(linear_rows=rows, query_rows=16, key_tails=(KEY_BLOCK,), pack_linear=pack)

@@ -1,70 +1,115 @@
-"""Measures on this machine whether operators shaped by `exactness.Rules` give a row the same bits whatever it is computed with."""
+"""Measures on this machine whether a decoder gives a token the same bits whatever it is computed with: chunks, company, earlier prefill."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
-from services.engine.exactness import Rules, round_up
-from services.engine.layers import Linear
+from services.engine.decoder import ForwardEntry
+from services.engine.kv_pool import KvPool
+from services.engine.model import LlamaModel, ModelOptions
+from services.engine.model_config import ModelConfig, ModelFamily, RopeConfig
+from services.engine.weights import random_weights
+
+_LENGTHS = (1, 2, 15, 17, 33, 130, 530)
+_PAGE_SIZE = 16
+_Cut = Callable[[int, int], int]
+"""Tokens to compute next, of the number that is left and of the step."""
 
 
-def violations(
-    dtype: torch.dtype, rules: Rules, *, shapes: tuple[tuple[int, int], ...], heads: tuple[int, int, int], seed: int = 0
-) -> list[str]:
-    """Runs linears `[out, in]` and attention (`heads`: query heads, KV heads, head_dim) under `rules` on this CPU.
+def _whole(left: int, step: int) -> int:
+    return left
 
-    Returns one line for each case whose rows differ from the same rows in a larger call; empty when the rules hold. About a second.
+
+_CUTS: dict[str, _Cut] = {
+    "whole": _whole,
+    "in chunks of 64": lambda left, step: 64,
+    "in uneven chunks": lambda left, step: (3, 17, 16, 128, 1, 45)[step % 6],
+    "with the last 8 decoded": lambda left, step: max(1, left - 8),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What one prompt came to."""
+
+    logits: torch.Tensor
+    """`[vocab]`, after the last token."""
+    kv: bytes
+
+
+def probe_model(options: ModelOptions, *, head_dim: int = 64, seed: int = 0) -> LlamaModel:
+    """A small random model (2 layers, 6 query and 2 KV heads) to try a decoder with."""
+    config = ModelConfig(
+        family=ModelFamily.LLAMA,
+        layers=2,
+        hidden_size=192,
+        inner_size=320,
+        query_heads=6,
+        kv_heads=2,
+        head_dim=head_dim,
+        vocab_size=333,
+        max_positions=1024,
+        norm_epsilon=1e-5,
+        rope=RopeConfig(10_000.0),
+        tied=True,
+        qkv_bias=False,
+        output_bias=False,
+        qk_norm=False,
+        windows=(0, 0),
+        eos_ids=(),
+        bos_id=None,
+        stored_dtype="",
+    )
+    return LlamaModel(config, random_weights(config, options.dtype, options.device, seed), options)
+
+
+def violations(model: LlamaModel, *, seed: int = 0) -> list[str]:
+    """Runs prompts alone and together, whole and cut in several ways, and compares KV and logits bit for bit.
+
+    Returns a line for each prompt that came out otherwise than alone and whole; empty when the decoder is exact. Blocks, about
+    a second for a `probe_model`; needs torch to have one thread where it computes.
     """
-    generator = torch.Generator().manual_seed(seed)
-    return [*_linear_violations(dtype, rules, shapes, generator), *_attention_violations(dtype, rules, heads, generator)]
+    script = random.Random(seed)
+    lengths = [length for length in _LENGTHS if length <= model.config.max_positions]
+    prompts = [[script.randrange(model.config.vocab_size) for _ in range(length)] for length in lengths]
+    expected = [_compute(model, [prompt], _whole, script)[0] for prompt in prompts]
+    return [*_differences(model, prompts, expected, script)]
 
 
-def _linear_violations(dtype: torch.dtype, rules: Rules, shapes: tuple[tuple[int, int], ...], generator: torch.Generator) -> Iterator[str]:
-    for columns_out, columns_in in shapes:
-        linear = Linear(torch.randn(columns_out, columns_in, generator=generator).mul(columns_in**-0.5).to(dtype), None, rules)
-        rows = torch.randn(160, columns_in, generator=generator).to(dtype)
-        whole = linear.unrounded(rows)
-        for count in (1, 2, 3, 5, 8, 15, 16, 17, 31, 33, 64, 100, 129):
-            padded = torch.zeros(rules.pad_rows(count), columns_in, dtype=dtype)
-            padded[:count] = rows[7 : 7 + count]
-            if not torch.equal(linear.unrounded(padded)[:count], whole[7 : 7 + count]):
-                yield f"linear {columns_out}x{columns_in} {dtype}: {count} rows"
+def _differences(model: LlamaModel, prompts: Sequence[list[int]], expected: Sequence[_Outcome], script: random.Random) -> Iterator[str]:
+    for name, cut in _CUTS.items():
+        alone = [_compute(model, [prompt], cut, script)[0] for prompt in prompts] if cut is not _whole else expected
+        together = _compute(model, prompts, cut, script)
+        for company, outcomes in (("alone", alone), ("together", together)):
+            for prompt, wanted, found in zip(prompts, expected, outcomes, strict=True):
+                parts = [
+                    part for part, same in (("KV", wanted.kv == found.kv), ("logits", torch.equal(wanted.logits, found.logits))) if not same
+                ]
+                if parts:
+                    yield f"{model.decoder.name}: {len(prompt)} tokens {company}, {name}: other {' and '.join(parts)}"
 
 
-def _attention_violations(dtype: torch.dtype, rules: Rules, heads: tuple[int, int, int], generator: torch.Generator) -> Iterator[str]:
-    query_heads, kv_heads, head_dim = heads
-    length, group = 1200, query_heads // kv_heads
-    query = torch.randn(length, query_heads, head_dim, generator=generator).to(dtype)
-    keys, values = (torch.randn(1, round_up(length, 512) + 512, kv_heads, head_dim, generator=generator).to(dtype) for _ in range(2))
-
-    def chunk(start: int, count: int) -> torch.Tensor:
-        padded = query.new_zeros(rules.pad_queries(count), query_heads, head_dim)
-        padded[:count] = query[start : start + count]
-        size = rules.pad_keys(start + count)
-        hidden = torch.arange(size)[None] > torch.arange(start, start + padded.shape[0])[:, None]
-        mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
-        out = F.scaled_dot_product_attention(
-            padded.transpose(0, 1)[None], keys[:, :size].transpose(1, 2), values[:, :size].transpose(1, 2), attn_mask=mask, enable_gqa=True
-        )
-        return out[0].transpose(0, 1)[:count]
-
-    def alone(row: int) -> torch.Tensor:
-        padded = query.new_zeros(1, kv_heads, rules.pad_queries(group), head_dim)
-        padded[:, :, :group] = query[row].view(1, kv_heads, group, head_dim)
-        size = rules.pad_keys(row + 1)
-        mask = torch.zeros(1, 1, 1, size, dtype=dtype).masked_fill_(torch.arange(size) > row, -torch.inf)
-        out = F.scaled_dot_product_attention(padded, keys[:, :size].transpose(1, 2), values[:, :size].transpose(1, 2), attn_mask=mask)
-        return out[:, :, :group].reshape(1, query_heads, head_dim)
-
-    whole = chunk(0, length)
-    starts = ((0, 1), (0, 33), (5, 2), (64, 64), (130, 17), (511, 2), (512, 191), (333, 800), (1024, 3), (1199, 1))
-    ends = ((end - count, count) for end in range(560, 1040, 48) for count in (1, 21, 65, 256))
-    for start, count in (*starts, *ends):
-        if not torch.equal(chunk(start, count), whole[start : start + count]):
-            yield f"attention {heads} {dtype}: {count} rows from {start}"
-    for row in (0, 3, 15, 16, *range(60, 1200, 97), 511, 512, 1023, 1024, 1199):
-        if not torch.equal(alone(row), whole[row : row + 1]):
-            yield f"attention {heads} {dtype}: decode row {row}"
+def _compute(model: LlamaModel, prompts: Sequence[list[int]], cut: _Cut, script: random.Random) -> list[_Outcome]:
+    """Computes prompts side by side, each in pieces of `cut`, in pages in random order."""
+    counts = [-(-len(prompt) // _PAGE_SIZE) for prompt in prompts]
+    pool = KvPool(model.config, sum(counts), _PAGE_SIZE, model.options.kv_dtype, model.options.device)
+    free = list(range(pool.num_pages))
+    script.shuffle(free)
+    tables = [[free.pop() for _ in range(count)] for count in counts]
+    done, last = [0] * len(prompts), [torch.empty(0)] * len(prompts)
+    step = 0
+    while waiting := [index for index, prompt in enumerate(prompts) if done[index] < len(prompt)]:
+        entries = []
+        for index in waiting:
+            left = prompts[index][done[index] :]
+            entries.append(ForwardEntry(left[: cut(len(left), step)], done[index], tables[index], sample=True))
+            done[index] = entries[-1].end
+        for index, row in zip(waiting, model.forward(entries, pool), strict=True):
+            last[index] = row
+        step += 1
+    pages = pool.data.view(pool.num_pages, -1).cpu()
+    return [_Outcome(row.cpu(), pages[table].view(torch.uint8).numpy().tobytes()) for row, table in zip(last, tables, strict=True)]

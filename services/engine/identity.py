@@ -45,7 +45,7 @@ def canonical_text(value: object) -> str:
 
 
 def identity_of(
-    folder: Path, config: ModelConfig, tokenizer_files: Mapping[str, bytes], *, model: str, dtype: str, kv_dtype: str
+    folder: Path, config: ModelConfig, tokenizer_files: Mapping[str, bytes], *, model: str, dtype: str, kv_dtype: str, quantization: str
 ) -> ModelIdentity:
     """The identity of a model folder served as `model`. Reads every weight file (about half a second for 270 MB); blocks."""
     return ModelIdentity(
@@ -55,6 +55,7 @@ def identity_of(
         dtype=dtype,
         kv_dtype=kv_dtype,
         rope=canonical_text(asdict(config.rope)),
+        quantization=quantization,
     )
 
 

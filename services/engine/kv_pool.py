@@ -47,7 +47,8 @@ class KvPool:
         """`[pages * layers * 2 * page_size, kv_heads, head_dim]`: a row is the key, or value, of one token in one layer."""
         self._flat_pages = self.data.view(num_pages, -1)
         self._bytes = self.data.view(torch.uint8).numpy().data.cast("B") if self.device.type == "cpu" else None
-        self._scratch = torch.empty(0, dtype=dtype, device=self.device)
+        self._scratch: dict[torch.dtype, torch.Tensor] = {}
+        """Kept buffers of `gather`."""
 
     @property
     def token_bytes(self) -> int:
@@ -69,17 +70,21 @@ class KvPool:
         self._check(page)
         self._flat_pages[page].zero_()
 
-    def gather(self, rows: torch.Tensor) -> torch.Tensor:
-        """Copies whole `page_rows` one after another: `rows` int64 `[n]` -> `[n, page_size * kv_heads * head_dim]`.
+    def gather(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Copies whole `page_rows` one after another: `rows` int64 `[n]` -> `[n, page_size * kv_heads * head_dim]` of `dtype`.
 
-        The result lies in one buffer that is kept and overwritten by the next call: a fresh large tensor costs page faults.
+        The result lies in a buffer that is kept and overwritten by the next call: a fresh large tensor costs page faults.
         """
+        out = torch.index_select(self.page_rows, 0, rows, out=self._kept(rows.numel(), self.dtype))
+        return out if dtype == self.dtype else self._kept(rows.numel(), dtype).copy_(out)
+
+    def _kept(self, rows: int, dtype: torch.dtype) -> torch.Tensor:
         width = self.page_rows.shape[1]
-        need = rows.numel() * width
-        if self._scratch.numel() < need:
-            self._scratch = torch.empty(max(need, 2 * self._scratch.numel()), dtype=self.dtype, device=self.device)
-        out = self._scratch[:need].view(rows.numel(), width)
-        return torch.index_select(self.page_rows, 0, rows, out=out)
+        kept = self._scratch.get(dtype)
+        if kept is None or len(kept) < rows:
+            kept = torch.empty(max(rows, 2 * len(kept) if kept is not None else 0), width, dtype=dtype, device=self.device)
+            self._scratch[dtype] = kept
+        return kept[:rows]
 
     def _check(self, page: int) -> None:
         if not 0 <= page < self.num_pages:

@@ -2,45 +2,87 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 import torch.nn.functional as F
 
 from services.engine.exactness import Rules
 from services.engine.model_config import ModelConfig
+from services.engine.quantization import Int8Weight, quantize_rows
+from services.engine.weights import Matrix
 
 
-class Linear:
-    """`x @ weight.T + bias` for `[rows, in] -> [rows, out]`; the caller gives at least `rules.linear_rows` rows."""
+class Linear(Protocol):
+    """`x @ weight.T + bias`, `[rows, in] -> [rows, out]`, in the activations' dtype; wants at least `rules.linear_rows` rows."""
 
-    __slots__ = ("_bias", "_compute_dtype", "_dtype", "_packed", "_weight")
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, rules: Rules) -> None:
-        """`weight` `[out, in]` and `bias` `[out]` are of the model's dtype; a packed or widened weight is a copy."""
-        self._dtype = weight.dtype
-        self._compute_dtype = torch.float32 if rules.widen_linear else weight.dtype
-        self._packed = rules.pack_linear
-        self._bias = bias.to(self._compute_dtype) if bias is not None else None
-        wide = weight.to(self._compute_dtype)
-        self._weight: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(wide, None) if self._packed else wide
+
+def linear(weight: Matrix, bias: torch.Tensor | None, rules: Rules) -> Linear:
+    """The linear for a weight `[out, in]` and a float32 bias `[out]`; on CPUs it multiplies in float32 and keeps a copy of the weight."""
+    if isinstance(weight, Int8Weight):
+        return Int8Linear(weight, bias)
+    if weight.device.type != "cpu":
+        return PlainLinear(weight, bias)
+    return PackedLinear(weight, bias) if rules.pack_linear else PlainLinear(weight.float(), bias)
+
+
+class PlainLinear:
+    """torch's own."""
+
+    __slots__ = ("_bias", "_weight")
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._weight = weight
+        self._bias = bias.to(weight.dtype) if bias is not None else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """The result in the model's dtype."""
-        return self._product(x).to(self._dtype)
+        return F.linear(x, self._weight, self._bias)
 
-    def unrounded(self, x: torch.Tensor) -> torch.Tensor:
-        """The result as float32, not rounded to the model's dtype where the product was float32."""
-        return self._product(x).float()
 
-    def _product(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.to(self._compute_dtype)
-        if not self._packed:
-            return F.linear(x, self._weight, self._bias)
+class PackedLinear:
+    """oneDNN on a float32 weight that it has reordered."""
+
+    __slots__ = ("_bias", "_weight")
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._weight: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.float(), None)
+        self._bias = bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
         product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
         return product
 
 
+class Int8Linear:
+    """Per token and group an exact integer sum, scaled and added up in float32 in ascending order of groups.
+
+    The integers are multiplied as float32, which holds them exactly: a group's sum stays below `64 * 127**2 < 2**24`.
+    """
+
+    __slots__ = ("_bias", "_group", "_scales", "_weight")
+
+    def __init__(self, weight: Int8Weight, bias: torch.Tensor | None) -> None:
+        rows, columns = weight.values.shape
+        self._group = weight.group
+        self._weight = weight.values.view(rows, columns // weight.group, weight.group).permute(1, 2, 0).float().contiguous()
+        """`[groups, group, out]`"""
+        self._scales = weight.scales.t().contiguous()
+        self._bias = bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        values, scales = quantize_rows(x, self._group)
+        grouped = values.view(len(x), -1, self._group).transpose(0, 1).float()
+        total = torch.zeros(len(x), self._weight.shape[2])
+        for number, (part, weight) in enumerate(zip(grouped, self._weight, strict=True)):
+            # Product, then sum, each rounded: a fused operation would round otherwise at the ends of vectors.
+            total += (part @ weight).mul_(scales[:, number : number + 1] * self._scales[number])
+        return total if self._bias is None else total + self._bias
+
+
 class RmsNorm:
-    """Root-mean-square norm over the last dimension, in float32, rounded to the model's dtype before the gain."""
+    """Root-mean-square norm over the last dimension, in float32."""
 
     __slots__ = ("_epsilon", "_gain")
 
@@ -52,24 +94,24 @@ class RmsNorm:
         """`[..., size] -> [..., size]`, same dtype."""
         wide = x.float()
         scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self._epsilon)
-        return self._gain * (wide * scale).to(x.dtype)
+        return (self._gain * (wide * scale)).to(x.dtype)
 
 
 class Rope:
     """Rotary position embedding in the half-split order, from a float32 table of all positions."""
 
-    __slots__ = ("_table",)
+    __slots__ = ("table",)
 
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
         speeds = torch.tensor(config.rope.inverse_frequencies(config.head_dim), dtype=torch.float32)
         angles = torch.arange(config.max_positions, dtype=torch.float32)[:, None] * speeds
         angles = torch.cat((angles, angles), dim=-1)
-        self._table = torch.stack((angles.cos(), angles.sin())).to(device)
+        self.table = torch.stack((angles.cos(), angles.sin())).to(device)
         """`[2, positions, head_dim]`: cosines, sines."""
 
     def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines, each float32 `[tokens, 1, head_dim]`, of int64 positions `[tokens]`."""
-        cos, sin = self._table[:, positions].unsqueeze(2)
+        cos, sin = self.table[:, positions].unsqueeze(2)
         return cos, sin
 
     @staticmethod

@@ -1,152 +1,110 @@
-"""A Llama-like decoder over a paged KV pool: prefill chunks and decode rows of many sequences in one call."""
+"""One model, ready to compute: prefill chunks and decode rows of many sequences in one call, over a paged KV pool."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 
-from services.engine.attention import AttentionPlan, PagedAttention, Span, plan_attention
-from services.engine.exactness import Rules, rules_for
+from kvrelay.errors import ConfigError
+from services.engine.decoder import Decoder, ForwardEntry
 from services.engine.kv_pool import KvPool
-from services.engine.layers import GatedMlp, Linear, RmsNorm, Rope
 from services.engine.model_config import ModelConfig
-from services.engine.weights import LayerWeights, ModelWeights, load_weights
+from services.engine.quantization import SCHEMES
+from services.engine.torch_decoder import TorchDecoder
+from services.engine.weights import ModelWeights, load_weights, quantize
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+"""What weights and KV may be kept in."""
+KERNELS = ("auto", "native", "torch")
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardEntry:
-    """The next tokens of one sequence."""
+class ModelOptions:
+    """How a model is computed."""
 
-    token_ids: Sequence[int]
-    """Tokens to compute now, at least one."""
-    start: int
-    """Absolute position of the first; the KV of all earlier positions is in `pages`."""
-    pages: Sequence[int]
-    """Page table of the sequence; holds at least `start + len(token_ids)` tokens."""
-    sample: bool
-    """Whether the logits of the last token are wanted."""
+    dtype: torch.dtype = torch.bfloat16
+    """Of the weights. Activations are float32 on CPUs, and of this dtype elsewhere."""
+    kv_dtype: torch.dtype = torch.bfloat16
+    """Of the KV pool."""
+    quantization: str = "none"
+    """'int8': linears multiply int8 weights and activations (see quantization.py), on CPUs."""
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    kernels: str = "auto"
+    """'native' is the suite's own, for CPUs; 'auto' takes them where they can be had."""
+    threads: int = 1
+    """Threads of the native kernels; torch has its own setting."""
 
-
-@dataclass(frozen=True, slots=True)
-class ForwardBatch:
-    """One step: at least one entry, no two of the same sequence."""
-
-    entries: Sequence[ForwardEntry]
+    def __post_init__(self) -> None:
+        """Raises `ConfigError` for what cannot be computed."""
+        for name, dtype in (("dtype", self.dtype), ("kv_dtype", self.kv_dtype)):
+            if dtype not in DTYPES.values():
+                raise ConfigError(f"{name} must be one of {', '.join(DTYPES)}, got {str(dtype).removeprefix('torch.')!r}")
+        if self.quantization not in SCHEMES:
+            raise ConfigError(f"quantization must be one of {', '.join(SCHEMES)}, got {self.quantization!r}")
+        if self.quantization != "none" and self.device.type != "cpu":
+            raise ConfigError(f"quantization {self.quantization!r} computes on CPUs, not on {self.device}")
+        if self.kernels not in KERNELS:
+            raise ConfigError(f"kernels must be one of {', '.join(KERNELS)}, got {self.kernels!r}")
+        if self.kernels == "native" and self.device.type != "cpu":
+            raise ConfigError(f"native kernels compute on CPUs, not on {self.device}")
 
 
 class LlamaModel:
-    """Llama, Qwen2, Qwen3 and Mistral decoders in bf16 or fp32.
+    """Llama, Qwen2, Qwen3 and Mistral. Owned by one thread."""
 
-    Owned by one thread; run it with one torch thread (`torch.set_num_threads(1)`), or rows lose their exactness (exactness.py).
-    """
-
-    def __init__(self, config: ModelConfig, weights: ModelWeights, dtype: torch.dtype) -> None:
-        """Takes over the weights, which must be of `dtype`; `ValueError` for a dtype other than bf16 and fp32."""
+    def __init__(self, config: ModelConfig, weights: ModelWeights, options: ModelOptions) -> None:
+        """Takes over the weights, not quantized yet and of the options' dtype and device. `ConfigError` if the options do not fit them."""
         self.config = config
-        self.dtype = dtype
-        self.device = weights.embedding.device
-        self.rules = rules_for(dtype, self.device)
-        self._head = Linear(weights.head, None, self.rules)
-        self._embedding = weights.embedding
-        self._layers = [_Layer(config, layer, window, self.rules) for layer, window in zip(weights.layers, config.windows, strict=True)]
-        self._final_norm = RmsNorm(weights.final_norm, config.norm_epsilon)
-        self._rope = Rope(config, self.device)
-        self._windows = frozenset(config.windows)
+        self.options = options
+        if options.quantization != "none":
+            try:
+                weights = quantize(weights)
+            except ValueError as error:
+                raise ConfigError(f"this model cannot be quantized: {error}") from error
+        self.decoder = choose_decoder(config, weights, options)
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, pool: KvPool) -> torch.Tensor:
-        """Computes all tokens, writes their KV into the pool and returns float32 logits `[entries with sample, vocab]` in entry order.
+    def forward(self, entries: Sequence[ForwardEntry], pool: KvPool) -> torch.Tensor:
+        """Computes at least one entry, no two of the same sequence; see `Decoder.forward`. Blocks.
 
-        A row's bits depend on its own sequence only: not on the other entries, nor on how the prompt was cut into chunks. Blocks.
-        Raises `ValueError` for an entry that is empty, too long for its pages or the context, or names a page out of the pool.
+        Raises `ValueError` for an entry that is empty, has a token outside the vocabulary, is too long for its pages or the
+        context, or names a page outside the pool.
         """
-        entries = batch.entries
-        spans = [Span(entry.start, len(entry.token_ids), entry.pages) for entry in entries]
-        if not spans or max(span.end for span in spans) > self.config.max_positions:
-            raise ValueError(f"a step needs entries, each within the context of {self.config.max_positions} tokens")
-        plan = plan_attention(spans, pool, self.rules, self._windows)
-        for page in plan.zero_pages:
-            pool.zero_page(page)
-        token_ids = [token_id for index in plan.order for token_id in entries[index].token_ids]
-        rows = self.rules.pad_rows(len(token_ids))
-        padding = [0] * (rows - len(token_ids))
-        hidden = F.embedding(self._indices(token_ids + padding), self._embedding)
-        rope = self._rope.at(self._indices(plan.positions + padding))
-        attention = PagedAttention(pool, self.config.query_heads, self.rules)
-        scratch = torch.zeros(rows, self.config.query_size, dtype=self.dtype, device=self.device)
-        for number, layer in enumerate(self._layers):
-            hidden = layer.forward(number, hidden, rope, plan, attention, scratch)
-        return self._logits(hidden, _last_rows(entries, plan.order))
+        if not entries:
+            raise ValueError("a step needs entries")
+        for entry in entries:
+            self._check(entry, pool)
+        for entry in entries:
+            last, filled = divmod(entry.end, pool.page_size)
+            if filled and last * pool.page_size >= entry.start:
+                pool.zero_page(entry.pages[last])
+        return self.decoder.forward(entries, pool)
 
-    def _logits(self, hidden: torch.Tensor, rows: list[int]) -> torch.Tensor:
-        if not rows:
-            return torch.empty(0, self.config.vocab_size, device=self.device)
-        padding = rows[-1:] * (self.rules.pad_rows(len(rows)) - len(rows))
-        last = self._final_norm(hidden[self._indices(rows + padding)])
-        return self._head.unrounded(last)[: len(rows)]
-
-    def _indices(self, values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
+    def _check(self, entry: ForwardEntry, pool: KvPool) -> None:
+        if not entry.token_ids or entry.start < 0:
+            raise ValueError(f"an entry needs tokens and a position, got {len(entry.token_ids)} from {entry.start}")
+        if min(entry.token_ids) < 0 or max(entry.token_ids) >= self.config.vocab_size:
+            raise ValueError(f"a token lies outside the vocabulary of {self.config.vocab_size}")
+        if entry.end > self.config.max_positions:
+            raise ValueError(f"{entry.end} tokens do not fit the context of {self.config.max_positions}")
+        if entry.end > len(entry.pages) * pool.page_size:
+            raise ValueError(f"{len(entry.pages)} pages of {pool.page_size} do not hold {entry.end} tokens")
+        if min(entry.pages) < 0 or max(entry.pages) >= pool.num_pages:
+            raise ValueError(f"a page lies outside the pool's {pool.num_pages}")
 
 
-class _Layer:
-    """One decoder layer."""
-
-    __slots__ = ("_config", "_input_norm", "_key_norm", "_mlp", "_mlp_norm", "_output", "_qkv", "_query_norm", "_window")
-
-    def __init__(self, config: ModelConfig, weights: LayerWeights, window: int, rules: Rules) -> None:
-        def norm(gain: torch.Tensor) -> RmsNorm:
-            return RmsNorm(gain, config.norm_epsilon)
-
-        self._config = config
-        self._window = window
-        self._input_norm = norm(weights.input_norm)
-        self._qkv = Linear(weights.qkv, weights.qkv_bias, rules)
-        self._query_norm = norm(weights.query_norm) if weights.query_norm is not None else None
-        self._key_norm = norm(weights.key_norm) if weights.key_norm is not None else None
-        self._output = Linear(weights.output, weights.output_bias, rules)
-        self._mlp_norm = norm(weights.mlp_norm)
-        self._mlp = GatedMlp(Linear(weights.gate_up, None, rules), Linear(weights.down, None, rules))
-
-    def forward(
-        self,
-        number: int,
-        hidden: torch.Tensor,
-        rope: tuple[torch.Tensor, torch.Tensor],
-        plan: AttentionPlan,
-        attention: PagedAttention,
-        scratch: torch.Tensor,
-    ) -> torch.Tensor:
-        """`[rows, hidden] -> [rows, hidden]`; rows beyond the plan's tokens are padding. `scratch` is overwritten."""
-        config = self._config
-        tokens = len(plan.positions)
-        heads = self._qkv(self._input_norm(hidden)).view(hidden.shape[0], -1, config.head_dim)
-        rotary, values = heads[:, : -config.kv_heads], heads[:, -config.kv_heads :]
-        if self._query_norm is not None and self._key_norm is not None:
-            queries, keys = rotary[:, : config.query_heads], rotary[:, config.query_heads :]
-            rotary = torch.cat((self._query_norm(queries), self._key_norm(keys)), dim=1)
-        rotary = Rope.rotate(rotary, *rope)[:tokens]
-        attention.write(plan, number, rotary[:, config.query_heads :], values[:tokens])
-        attention.read(plan, number, self._window, rotary[:, : config.query_heads], scratch)
-        hidden = hidden + self._output(scratch)
-        return hidden + self._mlp(self._mlp_norm(hidden))
+def choose_decoder(config: ModelConfig, weights: ModelWeights, options: ModelOptions) -> Decoder:
+    """The decoder that `options.kernels` asks for; `ConfigError` if it cannot be had on this machine."""
+    if options.kernels == "native":
+        raise ConfigError("native kernels are not part of this build")
+    return TorchDecoder(config, weights)
 
 
-def _last_rows(entries: Sequence[ForwardEntry], order: Sequence[int]) -> list[int]:
-    """Flattened rows of the last tokens of entries that sample, in entry order."""
-    last: dict[int, int] = {}
-    row = 0
-    for index in order:
-        row += len(entries[index].token_ids)
-        last[index] = row - 1
-    return [last[index] for index, entry in enumerate(entries) if entry.sample]
-
-
-def load_model(folder: Path, dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu") -> LlamaModel:
-    """Reads config and weights of a Hugging Face folder; `ModelLoadError` if they can't be served."""
+def load_model(folder: Path, options: ModelOptions | None = None) -> LlamaModel:
+    """Reads config and weights of a Hugging Face folder; `ModelLoadError` if they can't be served. Blocks."""
+    options = options or ModelOptions()
     config = ModelConfig.from_folder(folder)
-    return LlamaModel(config, load_weights(folder, config, dtype, torch.device(device)), dtype)
+    return LlamaModel(config, load_weights(folder, config, options.dtype, options.device), options)

@@ -11,6 +11,20 @@ from dataclasses import dataclass
 import torch
 
 LARGEST = 127
+GROUP = 64
+"""Input columns that share a scale, at most."""
+SCHEMES = {"none": "none", "int8": f"int8-w8a8-g{GROUP}"}
+"""What `--quantization` can be, and how the model's identity calls it."""
+QUANTIZED = frozenset(("qkv", "output", "gate_up", "down", "head"))
+"""Linears that become int8 (names of `weights.LayerWeights` and `ModelWeights`); the embedding never does."""
+
+
+def group_of(columns: int) -> int:
+    """The group for a weight of `columns` inputs: their largest divisor up to `GROUP` that is a multiple of 4; `ValueError` if none is."""
+    for group in range(GROUP, 0, -4):
+        if columns % group == 0:
+            return group
+    raise ValueError(f"int8 needs widths that are multiples of 4, got {columns}")
 
 
 @dataclass(frozen=True, slots=True)

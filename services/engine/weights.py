@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -12,31 +12,35 @@ from safetensors import SafetensorError, safe_open
 
 from kvrelay.errors import ModelLoadError
 from services.engine.model_config import ModelConfig, read_json
+from services.engine.quantization import QUANTIZED, Int8Weight, group_of, quantize_weight
 
 _DIGEST_BLOCK_BYTES = 4 << 20
 _INDEX_NAME = "model.safetensors.index.json"
 _SINGLE_NAME = "model.safetensors"
 
+Matrix = torch.Tensor | Int8Weight
+"""A linear's weight `[out, in]`, of the model's dtype or quantized."""
+
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer's tensors, all of the model's dtype and device; matrices are `[out, in]`."""
+    """One layer's tensors; vectors are float32."""
 
     input_norm: torch.Tensor
     """`[hidden]`"""
-    qkv: torch.Tensor
+    qkv: Matrix
     """`[query_size + 2 * kv_size, hidden]`: query rows, then key, then value."""
     qkv_bias: torch.Tensor | None
     query_norm: torch.Tensor | None
     """`[head_dim]`"""
     key_norm: torch.Tensor | None
-    output: torch.Tensor
+    output: Matrix
     """`[hidden, query_size]`"""
     output_bias: torch.Tensor | None
     mlp_norm: torch.Tensor
-    gate_up: torch.Tensor
+    gate_up: Matrix
     """`[2 * inner, hidden]`: gate rows, then up."""
-    down: torch.Tensor
+    down: Matrix
     """`[hidden, inner]`"""
 
 
@@ -48,8 +52,8 @@ class ModelWeights:
     """`[vocab, hidden]`"""
     layers: tuple[LayerWeights, ...]
     final_norm: torch.Tensor
-    head: torch.Tensor
-    """`[vocab, hidden]`; the embedding itself when tied."""
+    head: Matrix
+    """`[vocab, hidden]`; when tied the embedding itself, or made from it."""
 
 
 def tensor_files(folder: Path) -> list[Path]:
@@ -109,6 +113,35 @@ def load_weights(folder: Path, config: ModelConfig, dtype: torch.dtype, device: 
     return weights
 
 
+def quantize(weights: ModelWeights) -> ModelWeights:
+    """The same model with int8 linears (`quantization.QUANTIZED`); `ValueError` if their widths don't allow it. Blocks."""
+
+    def quantized(name: str, weight: Matrix) -> Matrix:
+        return quantize_weight(weight, group_of(weight.shape[1])) if name in QUANTIZED and isinstance(weight, torch.Tensor) else weight
+
+    layers = tuple(
+        replace(
+            layer,
+            qkv=quantized("qkv", layer.qkv),
+            output=quantized("output", layer.output),
+            gate_up=quantized("gate_up", layer.gate_up),
+            down=quantized("down", layer.down),
+        )
+        for layer in weights.layers
+    )
+    return replace(weights, layers=layers, head=quantized("head", weights.head))
+
+
+def random_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int) -> ModelWeights:
+    """Weights of a model that was never trained: seeded, of a size that keeps activations near 1."""
+    weights, wanted = _allocate(config, dtype, device)
+    generator = torch.Generator().manual_seed(seed)
+    for target in wanted.values():
+        drawn = torch.randn(target.shape, generator=generator)
+        target.copy_(drawn * target.shape[1] ** -0.5 if target.dim() > 1 else 1 + 0.1 * drawn)
+    return weights
+
+
 def _tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
     try:
         with safe_open(file, framework="pt", device="cpu") as opened:
@@ -128,7 +161,7 @@ def _allocate(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> 
     wanted: dict[str, torch.Tensor] = {}
 
     def empty(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
+        return torch.empty(shape, dtype=dtype if len(shape) > 1 else torch.float32, device=device)
 
     def whole(name: str, *shape: int) -> torch.Tensor:
         wanted[name] = empty(*shape)

@@ -52,7 +52,7 @@ class DemoSettings:
     second_question: str = setting("What did the mail boat bring on 2 October?", "about the document again: its prefix is cached")
     max_tokens: int = setting(40, "length of an answer at most", unit="tokens", minimum=1)
     split_threshold_tokens: int = setting(256, "uncached prompt tokens from which a request is split", unit="tokens", minimum=0)
-    dtype: str = setting("bfloat16", "dtype of weights, arithmetic and KV", choices=("bfloat16", "float32"))
+    dtype: str = setting("bfloat16", "dtype of the weights", choices=("bfloat16", "float32"))
     width: int = setting(110, "columns of the waterfall", unit="columns", minimum=60)
 
 

@@ -27,7 +27,10 @@ class SuiteSettings:
     redis_url: str = setting("", "registry, such as redis://host:6379/0; empty: an embedded server that ends with the suite")
     namespace: str = setting("kvrelay", "prefix of every key in Redis; suites that share a Redis differ in it")
     otlp_endpoint: str = setting("", "where spans go (OTLP over gRPC); empty: where $OTEL_EXPORTER_OTLP_ENDPOINT says, or nowhere")
-    dtype: str = setting("bfloat16", "dtype of weights, arithmetic and KV", choices=("bfloat16", "float32"))
+    dtype: str = setting("bfloat16", "dtype of the weights", choices=("bfloat16", "float32"))
+    kv_dtype: str = setting("bfloat16", "dtype of the KV cache", choices=("bfloat16", "float32"))
+    quantization: str = setting("none", "int8: 8-bit weights and activations in the linears", choices=("none", "int8"))
+    kernels: str = setting("auto", "what computes on CPUs; auto: native where a compiler is at hand", choices=("auto", "native", "torch"))
     device: str = setting("cpu", "torch device of the workers")
     threads: int = setting(
         1, "computing threads a worker; with 1, each worker has a core of its own as far as there are enough", unit="threads", minimum=1

@@ -22,11 +22,11 @@ from services.engine.kv_pool import KvPool
 from services.engine.model import LlamaModel, load_model
 from services.engine.scheduler import SchedulerLimits
 from services.engine.validation import RequestLimits
+from tests.engine_runs import MODES
 from tests.tiny_models import FAMILIES, write_tiny_model
 
 Event = TypeVar("Event")
 BLOCK = 16
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -48,7 +48,7 @@ class Worker:
     """One engine core over one model, driven by hand."""
 
     def __init__(self, model: LlamaModel, folder: Path, *, budget: int = 256, max_num_seqs: int = 8, num_pages: int = 400) -> None:
-        self.pool = KvPool(model.config, num_pages, BLOCK, model.dtype)
+        self.pool = KvPool(model.config, num_pages, BLOCK, model.options.kv_dtype)
         self.core = EngineCore(
             DeviceModel(model, self.pool),
             TokenBytes(Tokenizer.from_file(str(folder / "tokenizer.json"))),
@@ -150,10 +150,10 @@ def split_answers(prefill: Worker, decode: Worker, requests: list[EngineRequest]
     return answers
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_answer_keeps_its_bits_alone_batched_chunked_cached_and_split(folders: dict[str, Path], family: str, dtype: str) -> None:
-    model = load_model(folders[family], DTYPES[dtype])
+def test_an_answer_keeps_its_bits_alone_batched_chunked_cached_and_split(folders: dict[str, Path], family: str, mode: str) -> None:
+    model = load_model(folders[family], MODES[mode])
     requests = random_requests(FAMILIES.index(family), 16)
 
     def worker(budget: int) -> Worker:
@@ -188,15 +188,15 @@ def test_greedy_fp32_is_what_transformers_generates(folders: dict[str, Path], fa
             out = reference.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=10, do_sample=False)
         wanted.append(out[0, len(prompt) :].tolist())
     requests = [EngineRequest(f"r{index}", prompt, stop=StopConditions(max_tokens=10)) for index, prompt in enumerate(prompts)]
-    worker = Worker(load_model(folders[family], torch.float32), folders[family], budget=64)
+    worker = Worker(load_model(folders[family], MODES["float32"]), folders[family], budget=64)
     for state in ("cold", "warm"):
         got = [[token.token_id for token in answer] for answer in worker.answers(requests)]
         assert got == wanted, state
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_prefix_from_elsewhere_gives_the_answer_that_computing_it_gives(folders: dict[str, Path], dtype: str) -> None:
-    model = load_model(folders["llama"], DTYPES[dtype])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_prefix_from_elsewhere_gives_the_answer_that_computing_it_gives(folders: dict[str, Path], mode: str) -> None:
+    model = load_model(folders["llama"], MODES[mode])
     source, target = Worker(model, folders["llama"]), Worker(model, folders["llama"], budget=48)
     requests = [request for request in random_requests(77, 24) if len(request.token_ids) > BLOCK]
     wanted = source.answers(requests)
@@ -223,7 +223,7 @@ def test_a_prefix_from_elsewhere_gives_the_answer_that_computing_it_gives(folder
 
 
 def test_pages_are_reused_and_evicted_under_pressure_without_a_wrong_answer(folders: dict[str, Path]) -> None:
-    model = load_model(folders["qwen3"], torch.bfloat16)
+    model = load_model(folders["qwen3"], MODES["bfloat16"])
     requests = random_requests(123, 60)
     roomy = Worker(model, folders["qwen3"], num_pages=2000).answers(requests, together=60)
     tight = Worker(model, folders["qwen3"], num_pages=40, budget=64)

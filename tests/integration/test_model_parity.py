@@ -14,7 +14,7 @@ import torch
 
 from services.engine.demo_model import default_cache_dir, ensure_demo_model
 from services.engine.model import LlamaModel, load_model
-from tests.engine_runs import PagedRun, PagedSequence, random_ids
+from tests.engine_runs import MODES, PagedRun, PagedSequence, random_ids
 from tests.tiny_models import FAMILIES, write_tiny_model
 
 transformers = pytest.importorskip("transformers")
@@ -83,7 +83,7 @@ def assert_matches(reference: Any, sequence: PagedSequence, prompt_tokens: int, 
 def test_every_family_gives_transformers_logits_and_tokens(tmp_path: Path, variant: str) -> None:
     family, overrides = VARIANTS[variant]
     folder = write_tiny_model(tmp_path, family, seed=len(variant), **overrides)
-    model, reference = load_model(folder, torch.float32), reference_model(folder)
+    model, reference = load_model(folder, MODES["float32"]), reference_model(folder)
     rng = random.Random(variant)
     for number in range(PROMPTS // 4):
         ids = random_ids(rng.choice((1, 2, rng.randint(3, 90), rng.randint(90, 300))), 300, seed=number)
@@ -96,7 +96,7 @@ def test_every_family_gives_transformers_logits_and_tokens(tmp_path: Path, varia
 @pytest.mark.parametrize("family", FAMILIES)
 def test_eight_at_a_time_give_transformers_logits_and_tokens(tmp_path: Path, family: str) -> None:
     folder = write_tiny_model(tmp_path, family, seed=11)
-    model, reference = load_model(folder, torch.float32), reference_model(folder)
+    model, reference = load_model(folder, MODES["float32"]), reference_model(folder)
     for number in range(PROMPTS // 8):
         rng = random.Random(number)
         run = PagedRun(model, seed=number)
@@ -114,7 +114,7 @@ def test_eight_at_a_time_give_transformers_logits_and_tokens(tmp_path: Path, fam
 
 def test_bf16_stays_close_to_float32(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path, "llama")
-    exact, rounded = load_model(folder, torch.float32), load_model(folder, torch.bfloat16)
+    exact, rounded = load_model(folder, MODES["float32"]), load_model(folder, MODES["bfloat16"])
     ids = random_ids(200, 300, seed=5)
     difference = PagedRun(exact).prefill(ids).logits[199] - PagedRun(rounded).prefill(ids).logits[199]
     assert difference.abs().max() < 0.2
@@ -134,7 +134,7 @@ def demo_folder(dtype: str) -> Path:
 def demo_float32() -> tuple[LlamaModel, Any, Any]:
     folder = demo_folder("float32")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    return load_model(folder, torch.float32), reference_model(folder), tokenizer
+    return load_model(folder, MODES["float32"]), reference_model(folder), tokenizer
 
 
 TEXT = (
@@ -163,14 +163,14 @@ def test_the_demo_model_knows_the_capital_of_france() -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     chat = [{"role": "user", "content": "What is the capital of France?"}]
     ids = tokenizer(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))["input_ids"]
-    run = PagedRun(load_model(folder, torch.bfloat16))
+    run = PagedRun(load_model(folder, MODES["bfloat16"]))
     sequence = run.prefill(ids, room=8)
     assert "Paris" in tokenizer.decode(run.greedy(sequence, 8))
 
 
 @pytest.mark.timeout(300)
 def test_the_demo_models_bits_do_not_depend_on_how_it_is_run() -> None:
-    model = load_model(demo_folder("bfloat16"), torch.bfloat16)
+    model = load_model(demo_folder("bfloat16"), MODES["bfloat16"])
     prompts = [random_ids(length, 49_152, seed=length) for length in (300, 77, 16, 1, 130, 5, 40, 64)]
     together = PagedRun(model, seed=1)
     sequences = [together.begin(prompt) for prompt in prompts]

@@ -28,7 +28,7 @@ from kvrelay.inference.v1 import (
     worker_service_pb2_grpc,
 )
 from kvrelay.kv.v1 import handle_pb2, kv_store_service_pb2, kv_store_service_pb2_grpc, transfer_service_pb2, transfer_service_pb2_grpc
-from services.engine.model import load_model
+from services.engine.model import ModelOptions, load_model
 from tests.engine_runs import PagedRun
 from tests.suite import Suite
 
@@ -54,7 +54,7 @@ def prompt_of(tokens: int, seed: int) -> list[int]:
 def _model(folder: Path, dtype: torch.dtype) -> Any:
     # One thread: the suite under test has the other cores.
     torch.set_num_threads(1)
-    return load_model(folder, dtype)
+    return load_model(folder, ModelOptions(dtype))
 
 
 @lru_cache(maxsize=256)

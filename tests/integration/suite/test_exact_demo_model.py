@@ -73,7 +73,7 @@ def prompts(folders: dict[str, Path]) -> list[list[int]]:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def demo(folders: dict[str, Path]) -> AsyncIterator[Fleet]:
     """Both precisions side by side, under one router for each path."""
-    workers = [{"model": str(folder), "model_name": dtype, "dtype": dtype} for dtype, folder in folders.items()]
+    workers = [{"model": str(folder), "model_name": dtype, "dtype": dtype, "kv_dtype": dtype} for dtype, folder in folders.items()]
     settings = {"kv_cache_mib": 640, "store_mib": 256, "start_timeout_s": 300.0, "traces": True}
     async with fleet_of_models({"prefill": workers, "decode": workers}, PATHS, **settings) as fleet:
         yield fleet

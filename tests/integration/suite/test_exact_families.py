@@ -11,10 +11,10 @@ import pytest_asyncio
 import torch
 
 from services.engine.api import EngineRequest
-from services.engine.model import load_model
+from services.engine.model import DTYPES, ModelOptions, load_model
 from services.runtime.offloop import run_off_loop
 from tests.integration.suite.paths_kit import Ask, Fleet, Seen, differences, fleet_of_models
-from tests.integration.test_engine import DTYPES, Worker, random_requests
+from tests.integration.test_engine import Worker, random_requests
 from tests.tiny_models import write_tiny_model
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]
@@ -58,7 +58,7 @@ def in_process(folder: Path, dtype: str, requests: list[EngineRequest]) -> list[
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        worker = Worker(load_model(folder, DTYPES[dtype]), folder, budget=4096)
+        worker = Worker(load_model(folder, ModelOptions(DTYPES[dtype])), folder, budget=4096)
         # With salts of their own none finds another's blocks.
         answers = worker.answers([replace(request, cache_salt=request.request_id) for request in requests], together=1)
     finally:

@@ -38,7 +38,7 @@ FIELDS = {
     "decode-2": {"tokenizer_digest"},
     "decode-3": {"weights_digest", "layers"},
     "decode-4": {"block_size"},
-    "decode-5": {"dtype", "kv_dtype"},
+    "decode-5": {"dtype"},
 }
 """What differs at each of the workers that are not like prefill-0."""
 

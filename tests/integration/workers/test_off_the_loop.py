@@ -64,8 +64,8 @@ class Rig:
 
 @pytest.fixture(scope="module")
 def rig(tiny_model: Path) -> Rig:
-    model = load_model(tiny_model, torch.float32)
-    device = DeviceModel(model, KvPool(model.config, 8, 16, torch.float32))
+    model = load_model(tiny_model)
+    device = DeviceModel(model, KvPool(model.config, 8))
     tokenizer = Tokenizer.from_file(str(tiny_model / "tokenizer.json"))
     core = EngineCore(
         device,

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.engine.exactness import SUPPORTED_DTYPES
 from services.engine.kv_pool import KvPool
+from services.engine.model import DTYPES
 from services.engine.model_config import ModelConfig
 from tests.tiny_models import write_tiny_model
 
@@ -18,7 +18,7 @@ def config(tmp_path: Path) -> ModelConfig:
     return ModelConfig.from_folder(write_tiny_model(tmp_path, "llama", num_hidden_layers=3))
 
 
-@pytest.mark.parametrize("dtype", SUPPORTED_DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
 def test_a_page_is_one_run_of_bytes_that_is_seen_without_a_copy(config: ModelConfig, dtype: torch.dtype) -> None:
     pool = KvPool(config, 5, 16, dtype)
     assert pool.page_bytes == 3 * 2 * 16 * 2 * 16 * dtype.itemsize
@@ -39,13 +39,14 @@ def test_writing_one_page_leaves_its_neighbours_alone(config: ModelConfig) -> No
     assert not pool.data.any()
 
 
-def test_gather_returns_whole_pages_in_order_from_one_kept_buffer(config: ModelConfig) -> None:
-    pool = KvPool(config, 4, dtype=torch.float32)
+@pytest.mark.parametrize("kept_in", DTYPES.values(), ids=str)
+def test_gather_returns_whole_pages_in_order_from_one_kept_buffer(config: ModelConfig, kept_in: torch.dtype) -> None:
+    pool = KvPool(config, 4, dtype=kept_in)
     pool.data.normal_(generator=torch.Generator().manual_seed(1))
     rows = torch.tensor([7, 2, 7, 0])
-    first = pool.gather(rows)
-    assert torch.equal(first, pool.page_rows[rows])
-    assert pool.gather(rows[:2]).data_ptr() == first.data_ptr()
+    first = pool.gather(rows, torch.float32)
+    assert first.dtype == torch.float32 and torch.equal(first, pool.page_rows[rows].float())
+    assert pool.gather(rows[:2], torch.float32).data_ptr() == first.data_ptr()
 
 
 @pytest.mark.parametrize("page", [-1, 4, 10**9])

@@ -7,22 +7,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.engine.exactness import SUPPORTED_DTYPES
-from services.engine.model import ForwardBatch, ForwardEntry, LlamaModel, load_model
-from tests.engine_runs import PagedRun, PagedSequence, random_ids
+from services.engine.decoder import ForwardEntry
+from services.engine.model import LlamaModel, ModelOptions, load_model
+from tests.engine_runs import MODES, PagedRun, PagedSequence, random_ids
 from tests.tiny_models import FAMILIES, write_tiny_model
 
 CHUNKINGS = ((1,), (64,), (256,), (2000,), (3, 17, 16, 128, 1, 129, 40), (130, 65))
 
 
-@pytest.fixture(params=SUPPORTED_DTYPES, ids=str)
-def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    return request.param  # type: ignore[no-any-return]
+@pytest.fixture(params=MODES)
+def options(request: pytest.FixtureRequest) -> ModelOptions:
+    return MODES[request.param]
 
 
 @pytest.fixture
-def model(tmp_path: Path, dtype: torch.dtype) -> LlamaModel:
-    return load_model(write_tiny_model(tmp_path, "llama", hidden_size=96, intermediate_size=120, num_key_value_heads=1), dtype)
+def model(tmp_path: Path, options: ModelOptions) -> LlamaModel:
+    return load_model(write_tiny_model(tmp_path, "llama", hidden_size=96, intermediate_size=120, num_key_value_heads=1), options)
 
 
 def assert_same(left: PagedRun, a: PagedSequence, right: PagedRun, b: PagedSequence) -> None:
@@ -35,8 +35,8 @@ def assert_same(left: PagedRun, a: PagedSequence, right: PagedRun, b: PagedSeque
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_chunking_changes_nothing(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
-    model = load_model(write_tiny_model(tmp_path, family), dtype)
+def test_chunking_changes_nothing(tmp_path: Path, family: str, options: ModelOptions) -> None:
+    model = load_model(write_tiny_model(tmp_path, family), options)
     for length in (1, 15, 16, 17, 150, 700):
         ids = random_ids(length, 300, seed=length)
         whole = PagedRun(model, seed=1)
@@ -116,10 +116,10 @@ def test_logits_come_in_entry_order_for_those_that_sample(model: LlamaModel) -> 
     pages = [run.begin(prompt).pages for prompt in prompts]
     wanted = [True, False, True, True]
     entries = [ForwardEntry(prompt, 0, table, sample) for prompt, table, sample in zip(prompts, pages, wanted, strict=True)]
-    logits = run.model.forward(ForwardBatch(entries), run.pool)
+    logits = run.model.forward(entries, run.pool)
     assert torch.equal(logits, torch.stack([alone[0], alone[2], alone[3]]))
     silent = [ForwardEntry(prompts[0], 0, pages[0], sample=False)]
-    assert run.model.forward(ForwardBatch(silent), run.pool).shape == (0, 300)
+    assert run.model.forward(silent, run.pool).shape == (0, 300)
 
 
 @pytest.mark.parametrize(
@@ -132,12 +132,24 @@ def test_logits_come_in_entry_order_for_those_that_sample(model: LlamaModel) -> 
         ForwardEntry([1], 0, [8], True),
         ForwardEntry([1], 0, [-1], True),
         ForwardEntry([1], 4096, list(range(8)) * 33, True),
+        ForwardEntry([5, 300], 0, [0], True),
+        ForwardEntry([5, -1], 0, [0], True),
     ],
-    ids=["empty", "before the start", "too few pages", "page missing", "page too high", "page negative", "beyond the context"],
+    ids=[
+        "empty",
+        "before the start",
+        "too few pages",
+        "page missing",
+        "page too high",
+        "page negative",
+        "beyond the context",
+        "token too high",
+        "token negative",
+    ],
 )
 def test_an_entry_that_does_not_fit_is_refused(model: LlamaModel, entry: ForwardEntry) -> None:
     run = PagedRun(model, num_pages=8)
     with pytest.raises(ValueError):
-        model.forward(ForwardBatch([entry]), run.pool)
+        model.forward([entry], run.pool)
     with pytest.raises(ValueError):
-        model.forward(ForwardBatch([]), run.pool)
+        model.forward([], run.pool)

@@ -270,6 +270,8 @@ async def test_a_tokenizer_that_cannot_be_read_is_an_error_of_start(tmp_path: Pa
     [
         {"dtype": "float16"},
         {"kv_dtype": "int8"},
+        {"quantization": "int4"},
+        {"kernels": "triton"},
         {"num_pages": 0, "kv_cache_bytes": 10},
         {"max_num_seqs": 1000},
         {"block_size": 10},

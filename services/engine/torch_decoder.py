@@ -1,0 +1,112 @@
+"""The decoder in torch's operators: every family on every device, and the reference for other decoders."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from services.engine.attention import AttentionPlan, PagedAttention, Span, plan_attention
+from services.engine.decoder import ForwardEntry
+from services.engine.exactness import Rules, rules_for
+from services.engine.kv_pool import KvPool
+from services.engine.layers import GatedMlp, RmsNorm, Rope, linear
+from services.engine.model_config import ModelConfig
+from services.engine.weights import LayerWeights, ModelWeights
+
+
+class TorchDecoder:
+    """Activations are float32 on CPUs, where rows keep their bits as long as torch has one thread, and of the weights' dtype elsewhere."""
+
+    name = "torch"
+
+    def __init__(self, config: ModelConfig, weights: ModelWeights) -> None:
+        self._config = config
+        self._device = weights.embedding.device
+        self._dtype = torch.float32 if self._device.type == "cpu" else weights.embedding.dtype
+        self._rules = rules_for(self._device)
+        self._embedding = weights.embedding
+        self._layers = [_Layer(config, layer, window, self._rules) for layer, window in zip(weights.layers, config.windows, strict=True)]
+        self._final_norm = RmsNorm(weights.final_norm, config.norm_epsilon)
+        self._head = linear(weights.head, None, self._rules)
+        self._rope = Rope(config, self._device)
+        self._windows = frozenset(config.windows)
+
+    def forward(self, entries: Sequence[ForwardEntry], pool: KvPool) -> torch.Tensor:
+        """See `Decoder.forward`."""
+        spans = [Span(entry.start, len(entry.token_ids), entry.pages) for entry in entries]
+        plan = plan_attention(spans, pool, self._rules, self._windows, self._dtype)
+        token_ids = [token_id for index in plan.order for token_id in entries[index].token_ids]
+        rows = self._rules.pad_rows(len(token_ids))
+        padding = [0] * (rows - len(token_ids))
+        hidden = F.embedding(self._indices(token_ids + padding), self._embedding).to(self._dtype)
+        rope = self._rope.at(self._indices(plan.positions + padding))
+        attention = PagedAttention(pool, self._config.query_heads, self._rules)
+        scratch = torch.zeros(rows, self._config.query_size, dtype=self._dtype, device=self._device)
+        for number, layer in enumerate(self._layers):
+            hidden = layer.forward(number, hidden, rope, plan, attention, scratch)
+        return self._logits(hidden, _last_rows(entries, plan.order))
+
+    def _logits(self, hidden: torch.Tensor, rows: list[int]) -> torch.Tensor:
+        if not rows:
+            return torch.empty(0, self._config.vocab_size, device=self._device)
+        padding = rows[-1:] * (self._rules.pad_rows(len(rows)) - len(rows))
+        last = self._final_norm(hidden[self._indices(rows + padding)])
+        return self._head(last)[: len(rows)].float()
+
+    def _indices(self, values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._device)
+
+
+class _Layer:
+    """One decoder layer."""
+
+    __slots__ = ("_config", "_input_norm", "_key_norm", "_mlp", "_mlp_norm", "_output", "_qkv", "_query_norm", "_window")
+
+    def __init__(self, config: ModelConfig, weights: LayerWeights, window: int, rules: Rules) -> None:
+        def norm(gain: torch.Tensor) -> RmsNorm:
+            return RmsNorm(gain, config.norm_epsilon)
+
+        self._config = config
+        self._window = window
+        self._input_norm = norm(weights.input_norm)
+        self._qkv = linear(weights.qkv, weights.qkv_bias, rules)
+        self._query_norm = norm(weights.query_norm) if weights.query_norm is not None else None
+        self._key_norm = norm(weights.key_norm) if weights.key_norm is not None else None
+        self._output = linear(weights.output, weights.output_bias, rules)
+        self._mlp_norm = norm(weights.mlp_norm)
+        self._mlp = GatedMlp(linear(weights.gate_up, None, rules), linear(weights.down, None, rules))
+
+    def forward(
+        self,
+        number: int,
+        hidden: torch.Tensor,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        plan: AttentionPlan,
+        attention: PagedAttention,
+        scratch: torch.Tensor,
+    ) -> torch.Tensor:
+        """`[rows, hidden] -> [rows, hidden]`; rows beyond the plan's tokens are padding. `scratch` is overwritten."""
+        config = self._config
+        tokens = len(plan.positions)
+        heads = self._qkv(self._input_norm(hidden)).view(hidden.shape[0], -1, config.head_dim)
+        rotary, values = heads[:, : -config.kv_heads], heads[:, -config.kv_heads :]
+        if self._query_norm is not None and self._key_norm is not None:
+            queries, keys = rotary[:, : config.query_heads], rotary[:, config.query_heads :]
+            rotary = torch.cat((self._query_norm(queries), self._key_norm(keys)), dim=1)
+        rotary = Rope.rotate(rotary, *rope)[:tokens]
+        attention.write(plan, number, rotary[:, config.query_heads :], values[:tokens])
+        attention.read(plan, number, self._window, rotary[:, : config.query_heads], scratch)
+        hidden = hidden + self._output(scratch)
+        return hidden + self._mlp(self._mlp_norm(hidden))
+
+
+def _last_rows(entries: Sequence[ForwardEntry], order: Sequence[int]) -> list[int]:
+    """Flattened rows of the last tokens of entries that sample, in entry order."""
+    last: dict[int, int] = {}
+    row = 0
+    for index in order:
+        row += len(entries[index].token_ids)
+        last[index] = row - 1
+    return [last[index] for index, entry in enumerate(entries) if entry.sample]
