@@ -17,6 +17,7 @@ struct Pool {
     char* data;
     int layers, page_size, kv_heads, head_dim;
     bool bf16;
+    int page_shift;  // page_size is a power of two
 
     long element_bytes() const { return bf16 ? 2 : 4; }
     // Keys (values: `which` 1) of one token and head.
@@ -24,6 +25,10 @@ struct Pool {
         long index = ((((long)page * layers + layer) * 2 + which) * page_size + slot) * kv_heads + head;
         return data + index * head_dim * element_bytes();
     }
+    long row_bytes() const { return (long)kv_heads * head_dim * element_bytes(); }
+    long head_bytes() const { return head_dim * element_bytes(); }
+    // From a token's keys to its values.
+    long value_offset() const { return page_size * row_bytes(); }
 };
 
 KVR_INLINE void load_row(const Pool& pool, const char* source, float* out) {
@@ -69,27 +74,46 @@ KVR_INLINE void transpose16(__m512i (&r)[16]) {
 }
 #endif
 
-// Keys [first, first + kKeyBlock) of one head, transposed to `out` [head_dim][kKeyBlock]; zero from `count` on.
-inline void load_keys(const Pool& pool, const int32_t* pages, int layer, int head, long first, int count, float* out) {
+// Where the keys of a block of positions lie: of the first head, in one layer.
+struct Block {
+    const char* rows[kKeyBlock];
+    int count = 0;
+
+    void find(const Pool& pool, const int32_t* pages, int layer, long first, long end) {
+        count = (int)std::max<long>(0, std::min<long>(kKeyBlock, end - first));
+        for (int j = 0; j < count;) {
+            const int slot = (int)((first + j) & (pool.page_size - 1)), stop = std::min(count, j + pool.page_size - slot);
+            const char* row = pool.at(pages[(first + j) >> pool.page_shift], layer, 0, slot, 0);
+            for (; j < stop; ++j, row += pool.row_bytes()) rows[j] = row;
+        }
+    }
+    // Asks for `bytes` from `offset` of a row: rows lie too far apart for the CPU to foresee.
+    void prefetch(int row, long offset, long bytes) const {
+        if (row >= count) return;
+        for (long line = 0; line < bytes; line += 64) __builtin_prefetch(rows[row] + offset + line, 0, 2);
+    }
+};
+
+// The keys of one head, transposed to `out` [head_dim][kKeyBlock]; zero beyond the block's. Loading one block
+// asks for the same rows of the `next` one, evenly, so that memory works while the CPU computes.
+inline void load_keys(const Pool& pool, const Block& block, const Block& next, long offset, float* out) {
     for (int j = 0; j < kKeyBlock; j += kLanes) {
         const char* rows[kLanes];
-        for (int i = 0; i < kLanes; ++i) {
-            long position = first + j + i;
-            rows[i] = j + i < count ? pool.at(pages[position / pool.page_size], layer, 0, (int)(position % pool.page_size), head) : nullptr;
-        }
+        for (int i = 0; i < kLanes; ++i) rows[i] = j + i < block.count ? block.rows[j + i] + offset : nullptr;
 #if defined(KVR_AVX512)
         const int words = pool.head_dim * (int)pool.element_bytes() / 64;  // whole registers of a row
         for (int w = 0; w < words; ++w) {
-            __m512i block[16];
-            for (int i = 0; i < kLanes; ++i) block[i] = rows[i] ? _mm512_loadu_si512(rows[i] + w * 64) : _mm512_setzero_si512();
-            transpose16(block);
+            __m512i words16[16];
+            for (int i = 0; i < kLanes; ++i) words16[i] = rows[i] ? _mm512_loadu_si512(rows[i] + w * 64) : _mm512_setzero_si512();
+            transpose16(words16);
             for (int i = 0; i < kLanes; ++i) {
+                next.prefetch(j + i, offset + w * 64, 64);
                 if (pool.bf16) {
                     float* line = out + (w * 32 + 2 * i) * kKeyBlock + j;
-                    _mm512_storeu_ps(line, _mm512_castsi512_ps(_mm512_slli_epi32(block[i], 16)));
-                    _mm512_storeu_ps(line + kKeyBlock, _mm512_castsi512_ps(_mm512_and_si512(block[i], _mm512_set1_epi32((int)0xffff0000))));
+                    _mm512_storeu_ps(line, _mm512_castsi512_ps(_mm512_slli_epi32(words16[i], 16)));
+                    _mm512_storeu_ps(line + kKeyBlock, _mm512_castsi512_ps(_mm512_and_si512(words16[i], _mm512_set1_epi32((int)0xffff0000))));
                 } else {
-                    _mm512_storeu_ps(out + (w * 16 + i) * kKeyBlock + j, _mm512_castsi512_ps(block[i]));
+                    _mm512_storeu_ps(out + (w * 16 + i) * kKeyBlock + j, _mm512_castsi512_ps(words16[i]));
                 }
             }
         }
@@ -103,12 +127,12 @@ inline void load_keys(const Pool& pool, const int32_t* pages, int layer, int hea
     }
 }
 
-inline void load_values(const Pool& pool, const int32_t* pages, int layer, int head, long first, int count, float* out) {
-    for (int j = 0; j < count; ++j) {
-        long position = first + j;
-        load_row(pool, pool.at(pages[position / pool.page_size], layer, 1, (int)(position % pool.page_size), head), out + (long)j * pool.head_dim);
+inline void load_values(const Pool& pool, const Block& block, const Block& next, long offset, float* out) {
+    for (int j = 0; j < block.count; ++j) {
+        next.prefetch(j, offset + pool.value_offset(), pool.head_bytes());
+        load_row(pool, block.rows[j] + offset + pool.value_offset(), out + (long)j * pool.head_dim);
     }
-    std::memset(out + (long)count * pool.head_dim, 0, sizeof(float) * (kKeyBlock - count) * pool.head_dim);
+    std::memset(out + (long)block.count * pool.head_dim, 0, sizeof(float) * (kKeyBlock - block.count) * pool.head_dim);
 }
 
 // c[row][0, columns) (+)= a[row][0, depth) b[0, depth)[0, columns): a small product in tiles, every element one ascending chain.
@@ -132,6 +156,10 @@ inline void product(int rows, int columns, int depth, const float* a, long lda, 
     for (int t = 0; t < tiles; ++t) {
         const int row = rows * t / tiles, count = rows * (t + 1) / tiles - row;
         int column = 0;
+        if (kPanelVectors == 2 && count <= kTileRows / 2)  // few rows: wider tiles keep the multipliers busy
+            for (; column + 4 * kLanes <= columns; column += 4 * kLanes)
+                pick_product<2 * kPanelVectors>(count, std::make_integer_sequence<int, kTileRows / 2>{})(
+                    a + row * lda, lda, b + column, ldb, depth, c + row * ldc + column, ldc, add);
         if (kPanelVectors == 2)
             for (; column + 2 * kLanes <= columns; column += 2 * kLanes)
                 pick_product<kPanelVectors>(count, std::make_integer_sequence<int, kTileRows>{})(a + row * lda, lda, b + column, ldb, depth,
@@ -151,65 +179,86 @@ struct AttentionScratch {
     }
 };
 
-// Queries of one KV head: `tokens` tokens from absolute position `start`, `group` query heads each. `q` and `y` point at the
-// first token's first head of the group; a token's next is `stride` floats on. `window` 0: all positions.
-inline void attend(const Pool& pool, const int32_t* pages, int layer, int head, long start, int tokens, int group, int window, const float* q,
-                   long q_stride, float* y, long y_stride, AttentionScratch& scratch) {
-    const int dim = pool.head_dim, rows = tokens * group;
+// What one pass over the keys computes: `tokens` tokens from absolute position `start`, and of each the query heads (`group` a
+// KV head) of `heads` KV heads from `head` on. At most kQueryRows rows in all.
+struct Pass {
+    const int32_t* pages;
+    int layer, head, heads, group, tokens, window;  // `window` 0: all positions
+    long start;
+};
+
+// Scores of one row against a block of keys become weights, and the row's running maximum, total and output follow.
+KVR_INLINE void weigh(float* s, long hidden_from, long hidden_until, int dim, float* top, float* total, float* out) {
+    const float none = -std::numeric_limits<float>::infinity();
+    for (long j = std::max<long>(0, hidden_from); j < kKeyBlock; ++j) s[j] = none;
+    for (long j = 0; j < std::min<long>(kKeyBlock, hidden_until); ++j) s[j] = none;
+    static_assert(kKeyBlock == 4 * kLanes);
+    const float now = std::max(*top, largest(max(max(load(s), load(s + 16)), max(load(s + 32), load(s + 48)))));
+    if (now == none) {
+        std::memset(s, 0, sizeof(float) * kKeyBlock);
+        return;
+    }
+    F part = splat(0.0f);
+    for (int j = 0; j < kKeyBlock; j += kLanes) {
+        F p = exp(load(s + j) - splat(now));
+        store(s + j, p);
+        part = part + p;
+    }
+    if (*top != now) {
+        float lanes[kLanes];
+        store(lanes, exp(splat(*top - now)));
+        const float fade = *top == none ? 0.0f : lanes[0];
+        *total *= fade;
+        for (int d = 0; d < dim; d += kLanes) store(out + d, load(out + d) * splat(fade));
+        *top = now;
+    }
+    *total += sum(part);
+}
+
+// `q` and `y` point at the first token's first head of the pass; a token's next is a stride of floats on.
+inline void attend(const Pool& pool, const Pass& pass, const float* q, long q_stride, float* y, long y_stride, AttentionScratch& scratch) {
+    const int dim = pool.head_dim, group = pass.group, rows = pass.tokens * group;
     float* queries = scratch.queries.as<float>();
-    float* out = scratch.out.as<float>();
+    float* outs = scratch.out.as<float>();
     float* scores = scratch.scores.as<float>();
     float* keys = scratch.keys.as<float>();
     float* values = scratch.values.as<float>();
     float top[kQueryRows], total[kQueryRows];
-    const float none = -std::numeric_limits<float>::infinity();
-    for (int r = 0; r < rows; ++r) {
-        std::memcpy(queries + (long)r * dim, q + (r / group) * q_stride + (r % group) * dim, sizeof(float) * dim);
-        top[r] = none, total[r] = 0.0f;
-    }
-    std::memset(out, 0, sizeof(float) * rows * dim);
-    const long end = start + tokens;
-    const long seen = window ? std::max<long>(0, start - window + 1) : 0;
-    for (long first = seen / kKeyBlock * kKeyBlock; first < end; first += kKeyBlock) {
-        const int count = (int)std::min<long>(kKeyBlock, end - first);
-        load_keys(pool, pages, layer, head, first, count, keys);
-        load_values(pool, pages, layer, head, first, count, values);
-        // Rows whose token lies before this block see nothing of it.
-        const int skipped = first > start ? (int)(first - start) * group : 0;
-        product(rows - skipped, kKeyBlock, dim, queries + (long)skipped * dim, dim, keys, kKeyBlock, scores + skipped * kKeyBlock, kKeyBlock, false);
-        for (int r = skipped; r < rows; ++r) {
-            float* s = scores + r * kKeyBlock;
-            const long position = start + r / group;
-            for (long j = std::max<long>(0, position + 1 - first); j < kKeyBlock; ++j) s[j] = none;
-            if (window)
-                for (long j = 0; j < std::min<long>(kKeyBlock, position - window + 1 - first); ++j) s[j] = none;
-            F highest = max(max(load(s), load(s + 16)), max(load(s + 32), load(s + 48)));
-            const float now = std::max(top[r], largest(highest));
-            if (now == none) {
-                std::memset(s, 0, sizeof(float) * kKeyBlock);
-                continue;
-            }
-            F part = splat(0.0f);
-            for (int j = 0; j < kKeyBlock; j += kLanes) {
-                F p = exp(load(s + j) - splat(now));
-                store(s + j, p);
-                part = part + p;
-            }
-            if (top[r] != now) {
-                float lanes[kLanes];
-                store(lanes, exp(splat(top[r] - now)));
-                const float fade = top[r] == none ? 0.0f : lanes[0];
-                total[r] *= fade;
-                for (int d = 0; d < dim; d += kLanes) store(out + (long)r * dim + d, load(out + (long)r * dim + d) * splat(fade));
-                top[r] = now;
-            }
-            total[r] += sum(part);
+    for (int h = 0; h < pass.heads; ++h)
+        for (int r = 0; r < rows; ++r) {
+            const float* source = q + (r / group) * q_stride + (long)(h * group + r % group) * dim;
+            std::memcpy(queries + (long)(h * rows + r) * dim, source, sizeof(float) * dim);
         }
-        product(rows - skipped, dim, kKeyBlock, scores + skipped * kKeyBlock, kKeyBlock, values, dim, out + (long)skipped * dim, dim, true);
+    for (int r = 0; r < pass.heads * rows; ++r) top[r] = -std::numeric_limits<float>::infinity(), total[r] = 0.0f;
+    std::memset(outs, 0, sizeof(float) * pass.heads * rows * dim);
+    const long end = pass.start + pass.tokens;
+    const long seen = pass.window ? std::max<long>(0, pass.start - pass.window + 1) : 0;
+    Block block, next;
+    next.find(pool, pass.pages, pass.layer, seen / kKeyBlock * kKeyBlock, end);
+    for (long first = seen / kKeyBlock * kKeyBlock; first < end; first += kKeyBlock) {
+        block = next;
+        next.find(pool, pass.pages, pass.layer, first + kKeyBlock, end);
+        // Rows whose token lies before this block see nothing of it.
+        const int skipped = first > pass.start ? (int)(first - pass.start) * group : 0;
+        for (int h = 0; h < pass.heads; ++h) {
+            const long offset = (pass.head + h) * pool.head_bytes();
+            load_keys(pool, block, next, offset, keys);
+            load_values(pool, block, next, offset, values);
+            const int row = h * rows + skipped, seeing = rows - skipped;
+            product(seeing, kKeyBlock, dim, queries + (long)row * dim, dim, keys, kKeyBlock, scores, kKeyBlock, false);
+            for (int r = 0; r < seeing; ++r) {
+                const long position = pass.start + (skipped + r) / group;
+                weigh(scores + r * kKeyBlock, position + 1 - first, pass.window ? position - pass.window + 1 - first : 0, dim, &top[row + r],
+                      &total[row + r], outs + (long)(row + r) * dim);
+            }
+            product(seeing, dim, kKeyBlock, scores, kKeyBlock, values, dim, outs + (long)row * dim, dim, true);
+        }
     }
-    for (int r = 0; r < rows; ++r)
-        for (int d = 0; d < dim; d += kLanes)
-            store(y + (r / group) * y_stride + (r % group) * dim + d, load(out + (long)r * dim + d) / splat(total[r]));
+    for (int h = 0; h < pass.heads; ++h)
+        for (int r = 0; r < rows; ++r)
+            for (int d = 0; d < dim; d += kLanes)
+                store(y + (r / group) * y_stride + (long)(h * group + r % group) * dim + d,
+                      load(outs + (long)(h * rows + r) * dim + d) / splat(total[h * rows + r]));
 }
 
 }  // namespace kvr

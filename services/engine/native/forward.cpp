@@ -70,8 +70,9 @@ struct Token {
     int32_t position, page, slot;
 };
 
+// Some tokens of a span, from `offset` on, and some of its KV heads.
 struct Task {
-    int32_t span, row, offset, tokens, head;  // `offset` tokens into the span
+    int32_t span, row, offset, tokens, head, heads;
 };
 
 class Model {
@@ -145,7 +146,7 @@ class Model {
         if (!ok) return false;
         const int group = c.query_heads / c.kv_heads;
         const int tile = std::max(1, kQueryRows / group);
-        pool_ = {step.pool, c.layers, step.page_size, c.kv_heads, c.head_dim, step.pool_bf16 != 0};
+        pool_ = {step.pool, c.layers, step.page_size, c.kv_heads, c.head_dim, step.pool_bf16 != 0, __builtin_ctz(step.page_size)};
         tokens_.clear(), tasks_.clear();
         for (int s = 0; s < step.spans; ++s) {
             const int first_row = (int)tokens_.size();
@@ -154,9 +155,12 @@ class Model {
                 const int position = step.starts[s] + i;
                 tokens_.push_back({position, pages[position / step.page_size], position % step.page_size});
             }
+            // Few rows are bound by memory: all heads in one pass read the pages once and in order, if every thread has a sequence.
+            const bool together = step.counts[s] * c.query_heads <= kQueryRows && step.spans >= c.threads;
+            const int heads = together ? c.kv_heads : 1;
             for (int offset = 0; offset < step.counts[s]; offset += tile)
-                for (int h = 0; h < c.kv_heads; ++h)
-                    tasks_.push_back({s, first_row + offset, offset, std::min(tile, step.counts[s] - offset), h});
+                for (int h = 0; h < c.kv_heads; h += heads)
+                    tasks_.push_back({s, first_row + offset, offset, std::min(tile, step.counts[s] - offset), h, heads});
         }
         return true;
     }
@@ -276,9 +280,11 @@ class Model {
         // Later tiles of a prompt see more keys: dealing tasks in turn evens them out.
         for (size_t t = worker.id; t < tasks_.size(); t += worker.count) {
             const Task& task = tasks_[t];
-            attend(pool_, step_->pages + step_->table_starts[task.span], number, task.head, (long)step_->starts[task.span] + task.offset, task.tokens,
-                   group, layer.window, row(qkv_, task.row, stride_qkv_) + (long)task.head * group * c.head_dim, stride_qkv_,
-                   row(attended_, task.row, stride_out_) + (long)task.head * group * c.head_dim, stride_out_, scratch);
+            const Pass pass{step_->pages + step_->table_starts[task.span], number, task.head, task.heads, group, task.tokens, layer.window,
+                            (long)step_->starts[task.span] + task.offset};
+            const long column = (long)task.head * group * c.head_dim;
+            attend(pool_, pass, row(qkv_, task.row, stride_qkv_) + column, stride_qkv_, row(attended_, task.row, stride_out_) + column, stride_out_,
+                   scratch);
         }
     }
 
