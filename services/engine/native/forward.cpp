@@ -1,11 +1,10 @@
 // A whole decoder-only transformer behind a C interface: token ids and page tables in, KV into the pool, logits out.
 //
 // Activations are float32 throughout. One call is one engine step; it runs on `threads` threads that share every operation.
-#include <condition_variable>
 #include <memory>
-#include <mutex>
 
 #include "attention.h"
+#include "team.h"
 
 namespace kvr {
 
@@ -44,17 +43,14 @@ constexpr size_t kFloat = sizeof(float);
 
 long padded(long columns) { return (columns + kPanel - 1) / kPanel * kPanel; }
 
-struct Norm {
-    std::vector<float> gain;
-    bool present() const { return !gain.empty(); }
-};
+using Gain = std::vector<float>;  // of a norm; empty where a layer has none
 
 enum Which { kQkv = 0, kOutput = 1, kGateUp = 2, kDown = 3, kLinears = 4 };
 enum WhichNorm { kInput = 0, kQuery = 1, kKey = 2, kMlp = 3, kAfterAttention = 4, kAfterMlp = 5, kNorms = 6 };
 
 struct Layer {
     Linear linears[kLinears];
-    Norm norms[kNorms];
+    Gain norms[kNorms];
     int window = 0;
     const float* rope = nullptr;  // [2, max_positions, head_dim]: cosines, sines; the caller's
 };
@@ -77,37 +73,24 @@ struct Task {
 
 class Model {
   public:
-    explicit Model(const KvrConfig& config) : c(config), layers_(config.layers), barrier_(config.threads), scratch_(config.threads) {
-        for (auto& scratch : scratch_) scratch = std::make_unique<ThreadScratch>();
-        for (int id = 1; id < c.threads; ++id) threads_.emplace_back([this, id] { serve(id); });
-    }
-    ~Model() {
-        {
-            std::lock_guard<std::mutex> lock(mutex_);
-            stopping_ = true;
-        }
-        wake_.notify_all();
-        for (auto& thread : threads_) thread.join();
-    }
+    explicit Model(const KvrConfig& config) : c(config), layers_(config.layers), team_(config.threads), scratch_(config.threads) {}
 
     bool forward(const KvrStep& step) {
         if (!prepare(step)) return false;
-        step_ = &step;
-        if (c.threads > 1) {
-            {
-                std::lock_guard<std::mutex> lock(mutex_);
-                ++round_;
-            }
-            wake_.notify_all();
-        }
-        run({0, c.threads, &barrier_});
+        team_.begin();
+        embed(step);
+        for (int l = 0; l < c.layers; ++l) layer(step, l);
+        for (long i = 0; i < step.samples; ++i)
+            normalize(row(hidden_, step.sample_rows[i], stride_hidden_), final_norm_.data(), c.hidden, c.norm_epsilon, row(normed_, i, stride_hidden_));
+        apply(head_, normed_, stride_hidden_, step.samples, Finish::kStore, step.logits, step.logits_stride);
+        team_.end();
         return true;
     }
 
     const KvrConfig c;
     std::vector<Layer> layers_;
     Linear head_;
-    Norm final_norm_;
+    Gain final_norm_;
     const void* embedding_ = nullptr;  // [vocab, hidden], the caller's
     bool embedding_bf16_ = false;
 
@@ -117,191 +100,147 @@ class Model {
         AttentionScratch attention;
     };
 
-    void serve(int id) {
-        for (long seen = 0;;) {
-            {
-                std::unique_lock<std::mutex> lock(mutex_);
-                wake_.wait(lock, [&] { return stopping_ || round_ != seen; });
-                if (stopping_) return;
-                seen = round_;
-            }
-            run({id, c.threads, &barrier_});
-        }
-    }
-
     int query_size() const { return c.query_heads * c.head_dim; }
     int kv_size() const { return c.kv_heads * c.head_dim; }
+    int group() const { return c.query_heads / c.kv_heads; }
+    static float* row(const Buffer& buffer, long index, long stride) { return buffer.as<float>() + index * stride; }
 
+    // Room for the step, where its tokens go, and who attends to what. False when there is no memory.
     bool prepare(const KvrStep& step) {
-        const long rows = step.tokens;
+        const long rows = std::max(step.tokens, step.samples);
         stride_hidden_ = padded(c.hidden), stride_qkv_ = padded(query_size() + 2 * kv_size());
         stride_out_ = padded(query_size()), stride_inner_ = padded(c.inner);
-        const long widest = std::max({stride_hidden_, stride_out_, stride_inner_});
+        const long deepest = std::max({c.hidden, query_size(), c.inner});
         bool ok = hidden_.reserve(rows * stride_hidden_ * kFloat) && normed_.reserve(rows * stride_hidden_ * kFloat) &&
                   qkv_.reserve(rows * stride_qkv_ * kFloat) && attended_.reserve(rows * stride_out_ * kFloat) &&
-                  inner_.reserve(rows * stride_inner_ * kFloat) && bytes_.reserve(rows * (widest + 1024)) &&
-                  scales_.reserve(rows * (widest / kQuad + 1) * kFloat);
-        const long deepest = std::max({c.hidden, query_size(), c.inner});
-        for (auto& scratch : scratch_) ok = ok && scratch->panel.reserve(2 * deepest * kPanel * kFloat) && scratch->attention.reserve(c.head_dim);
+                  inner_.reserve(rows * stride_inner_ * kFloat) && bytes_.reserve(rows * deepest * 2) && scales_.reserve(rows * deepest * kFloat);
+        for (auto& scratch : scratch_) ok = ok && scratch.panel.reserve(2 * deepest * kPanel * kFloat) && scratch.attention.reserve(c.head_dim);
         if (!ok) return false;
-        const int group = c.query_heads / c.kv_heads;
-        const int tile = std::max(1, kQueryRows / group);
         pool_ = {step.pool, c.layers, step.page_size, c.kv_heads, c.head_dim, step.pool_bf16 != 0, __builtin_ctz(step.page_size)};
         tokens_.clear(), tasks_.clear();
+        const int tile = std::max(1, kQueryRows / group());
         for (int s = 0; s < step.spans; ++s) {
-            const int first_row = (int)tokens_.size();
+            const int first_row = (int)tokens_.size(), count = step.counts[s];
             const int32_t* pages = step.pages + step.table_starts[s];
-            for (int i = 0; i < step.counts[s]; ++i) {
+            for (int i = 0; i < count; ++i) {
                 const int position = step.starts[s] + i;
                 tokens_.push_back({position, pages[position / step.page_size], position % step.page_size});
             }
             // Few rows are bound by memory: all heads in one pass read the pages once and in order, if every thread has a sequence.
-            const bool together = step.counts[s] * c.query_heads <= kQueryRows && step.spans >= c.threads;
+            const bool together = count * c.query_heads <= kQueryRows && step.spans >= team_.size();
             const int heads = together ? c.kv_heads : 1;
-            for (int offset = 0; offset < step.counts[s]; offset += tile)
-                for (int h = 0; h < c.kv_heads; h += heads)
-                    tasks_.push_back({s, first_row + offset, offset, std::min(tile, step.counts[s] - offset), h, heads});
+            for (int offset = 0; offset < count; offset += tile)
+                for (int h = 0; h < c.kv_heads; h += heads) tasks_.push_back({s, first_row + offset, offset, std::min(tile, count - offset), h, heads});
         }
         return true;
     }
 
-    void run(const Worker& worker) {
-        const KvrStep& step = *step_;
-        embed(step, worker);
-        for (int l = 0; l < c.layers; ++l) layer(l, worker);
-        for (long i = worker.id; i < step.samples; i += worker.count)
-            normalize(row(hidden_, step.sample_rows[i], stride_hidden_), final_norm_.gain.data(), c.hidden, c.norm_epsilon,
-                      row(normed_, i, stride_hidden_));
-        worker.sync();
-        apply(head_, normed_, stride_hidden_, step.samples, Finish::kStore, step.logits, step.logits_stride, worker);
-        worker.sync();
+    // body(row) for every row; few rows are not worth sharing.
+    template <typename Body>
+    void each_row(long rows, const Body& body) {
+        team_.split(rows, rows < 16 ? 1 : 8 * team_.size(), [&](long begin, long end, int) {
+            for (long r = begin; r < end; ++r) body(r);
+        });
     }
 
-    static float* row(const Buffer& buffer, long index, long stride) { return buffer.as<float>() + index * stride; }
-
-    void embed(const KvrStep& step, const Worker& worker) {
-        long begin, end;
-        worker.share(step.tokens, &begin, &end);
+    void embed(const KvrStep& step) {
         const F scale = splat(c.embedding_scale);
-        for (long r = begin; r < end; ++r) {
+        each_row(step.tokens, [&](long r) {
             const long source = (long)step.token_ids[r] * c.hidden;
             float* out = row(hidden_, r, stride_hidden_);
             for (int i = 0; i < c.hidden; i += kLanes) {
                 F x = embedding_bf16_ ? load_bf16((const uint16_t*)embedding_ + source + i) : load((const float*)embedding_ + source + i);
                 store(out + i, x * scale);
             }
-        }
-        worker.sync();
+        });
     }
 
-    void layer(int number, const Worker& worker) {
-        Layer& layer = layers_[number];
-        const long rows = (long)tokens_.size();
-        norm_rows(layer.norms[kInput], hidden_, normed_, rows, worker);
-        apply(layer.linears[kQkv], normed_, stride_hidden_, rows, Finish::kStore, qkv_.as<float>(), stride_qkv_, worker);
-        worker.sync();
-        rotate_and_store(layer, number, worker);
-        worker.sync();
-        attention(layer, number, worker);
-        worker.sync();
-        add_to_hidden(layer.linears[kOutput], layer.norms[kAfterAttention], attended_, stride_out_, rows, worker);
-        norm_rows(layer.norms[kMlp], hidden_, normed_, rows, worker);
-        apply(layer.linears[kGateUp], normed_, stride_hidden_, rows, c.gelu ? Finish::kGeluMul : Finish::kSiluMul, inner_.as<float>(),
-              stride_inner_, worker);
-        worker.sync();
-        add_to_hidden(layer.linears[kDown], layer.norms[kAfterMlp], inner_, stride_inner_, rows, worker);
+    void layer(const KvrStep& step, int number) {
+        const Layer& layer = layers_[number];
+        const long rows = step.tokens;
+        norm_rows(layer.norms[kInput], rows);
+        apply(layer.linears[kQkv], normed_, stride_hidden_, rows, Finish::kStore, qkv_.as<float>(), stride_qkv_);
+        each_row(rows, [&](long r) { rotate_and_store(layer, number, r); });
+        attention(step, layer, number);
+        add_to_hidden(layer.linears[kOutput], layer.norms[kAfterAttention], attended_, stride_out_, rows);
+        norm_rows(layer.norms[kMlp], rows);
+        const Finish gate = c.gelu ? Finish::kGeluMul : Finish::kSiluMul;
+        apply(layer.linears[kGateUp], normed_, stride_hidden_, rows, gate, inner_.as<float>(), stride_inner_);
+        add_to_hidden(layer.linears[kDown], layer.norms[kAfterMlp], inner_, stride_inner_, rows);
     }
 
-    void norm_rows(const Norm& norm, const Buffer& from, const Buffer& to, long rows, const Worker& worker) {
-        long begin, end;
-        worker.share(rows, &begin, &end);
-        for (long r = begin; r < end; ++r)
-            normalize(row(from, r, stride_hidden_), norm.gain.data(), c.hidden, c.norm_epsilon, row(to, r, stride_hidden_));
-        worker.sync();
+    void norm_rows(const Gain& gain, long rows) {
+        each_row(rows, [&](long r) {
+            normalize(row(hidden_, r, stride_hidden_), gain.data(), c.hidden, c.norm_epsilon, row(normed_, r, stride_hidden_));
+        });
     }
 
     // hidden += norm(linear(x)), the norm only where the layer has one.
-    void add_to_hidden(const Linear& linear, const Norm& after, const Buffer& x, long stride, long rows, const Worker& worker) {
-        apply(linear, x, stride, rows, after.present() ? Finish::kStore : Finish::kAdd, (after.present() ? normed_ : hidden_).as<float>(),
-              stride_hidden_, worker);
-        worker.sync();
-        if (!after.present()) return;
-        long begin, end;
-        worker.share(rows, &begin, &end);
-        for (long r = begin; r < end; ++r) {
-            float* x_row = row(normed_, r, stride_hidden_);
+    void add_to_hidden(const Linear& linear, const Gain& after, const Buffer& x, long stride, long rows) {
+        if (after.empty()) return apply(linear, x, stride, rows, Finish::kAdd, hidden_.as<float>(), stride_hidden_);
+        apply(linear, x, stride, rows, Finish::kStore, normed_.as<float>(), stride_hidden_);
+        each_row(rows, [&](long r) {
+            float* from = row(normed_, r, stride_hidden_);
             float* out = row(hidden_, r, stride_hidden_);
-            normalize(x_row, after.gain.data(), c.hidden, c.norm_epsilon, x_row);
-            for (int i = 0; i < c.hidden; i += kLanes) store(out + i, load(out + i) + load(x_row + i));
-        }
-        worker.sync();
+            normalize(from, after.data(), c.hidden, c.norm_epsilon, from);
+            for (int i = 0; i < c.hidden; i += kLanes) store(out + i, load(out + i) + load(from + i));
+        });
     }
 
-    void apply(const Linear& linear, const Buffer& x, long stride, long rows, Finish how, float* y, long ldy, const Worker& worker) {
-        Inputs in{x.as<float>(), stride, bytes_.as<uint8_t>(), scales_.as<float>()};
-        if (linear.kind == Kind::kInt8) {
-            quantize(in.rows, stride, rows, linear.depth, linear.group, bytes_.as<uint8_t>(), scales_.as<float>(), worker);
-            worker.sync();
-        }
-        run_linear(linear, in, rows, how, y, ldy, scratch_[worker.id]->panel.as<float>(), worker);
+    void apply(const Linear& linear, const Buffer& x, long stride, long rows, Finish how, float* y, long ldy) {
+        const Inputs in{x.as<float>(), stride, bytes_.as<uint8_t>(), scales_.as<float>()};
+        if (linear.kind == Kind::kInt8)
+            team_.split(rows, rows < 16 ? 1 : 8 * team_.size(), [&](long begin, long end, int) {
+                quantize(in.rows, stride, begin, end, linear.depth, linear.group, bytes_.as<uint8_t>(), scales_.as<float>());
+            });
+        const int step = linear.paired ? 2 : 1;
+        team_.split(linear.panels() / step, team_.size() == 1 ? 1 : 8 * team_.size(), [&](long begin, long end, int thread) {
+            run_panels(linear, in, rows, how, y, ldy, begin * step, end * step, scratch_[thread].panel.as<float>());
+        });
     }
 
-    void rotate_and_store(const Layer& layer, int number, const Worker& worker) {
-        long begin, end;
-        worker.share((long)tokens_.size(), &begin, &end);
+    void rotate_and_store(const Layer& layer, int number, long r) {
+        const Token token = tokens_[r];
         const int dim = c.head_dim, half = dim / 2;
-        for (long r = begin; r < end; ++r) {
-            const Token token = tokens_[r];
-            float* heads = row(qkv_, r, stride_qkv_);
-            const float* cosines = layer.rope + (long)token.position * dim;
-            const float* sines = cosines + (long)c.max_positions * dim;
-            for (int h = 0; h < c.query_heads + c.kv_heads; ++h) {
-                const bool query = h < c.query_heads;
-                float* x = heads + h * dim;
-                const Norm& norm = layer.norms[query ? kQuery : kKey];
-                if (norm.present()) normalize(x, norm.gain.data(), dim, c.norm_epsilon, x);
-                const float scale = query ? c.query_scale : 1.0f;
-                for (int i = 0; i < half; ++i) {
-                    const float a = x[i], b = x[i + half];
-                    x[i] = std::fma(a, cosines[i], -(b * sines[i])) * scale;
-                    x[i + half] = std::fma(b, cosines[i + half], a * sines[i + half]) * scale;
-                }
+        float* heads = row(qkv_, r, stride_qkv_);
+        const float* cosines = layer.rope + (long)token.position * dim;
+        const float* sines = cosines + (long)c.max_positions * dim;
+        for (int h = 0; h < c.query_heads + c.kv_heads; ++h) {
+            const bool query = h < c.query_heads;
+            float* x = heads + h * dim;
+            const Gain& gain = layer.norms[query ? kQuery : kKey];
+            if (!gain.empty()) normalize(x, gain.data(), dim, c.norm_epsilon, x);
+            const float scale = query ? c.query_scale : 1.0f;
+            for (int i = 0; i < half; ++i) {
+                const float a = x[i], b = x[i + half];
+                x[i] = std::fma(a, cosines[i], -(b * sines[i])) * scale;
+                x[i + half] = std::fma(b, cosines[i + half], a * sines[i + half]) * scale;
             }
-            for (int h = 0; h < c.kv_heads; ++h) {
-                store_row(pool_, pool_.at(token.page, number, 0, token.slot, h), heads + query_size() + h * dim);
-                store_row(pool_, pool_.at(token.page, number, 1, token.slot, h), heads + query_size() + kv_size() + h * dim);
-            }
+        }
+        for (int h = 0; h < c.kv_heads; ++h) {
+            store_row(pool_, pool_.at(token.page, number, 0, token.slot, h), heads + query_size() + h * dim);
+            store_row(pool_, pool_.at(token.page, number, 1, token.slot, h), heads + query_size() + kv_size() + h * dim);
         }
     }
 
-    void attention(const Layer& layer, int number, const Worker& worker) {
-        const int group = c.query_heads / c.kv_heads;
-        AttentionScratch& scratch = scratch_[worker.id]->attention;
-        // Later tiles of a prompt see more keys: dealing tasks in turn evens them out.
-        for (size_t t = worker.id; t < tasks_.size(); t += worker.count) {
+    void attention(const KvrStep& step, const Layer& layer, int number) {
+        team_.each((long)tasks_.size(), [&](long t, int thread) {
             const Task& task = tasks_[t];
-            const Pass pass{step_->pages + step_->table_starts[task.span], number, task.head, task.heads, group, task.tokens, layer.window,
-                            (long)step_->starts[task.span] + task.offset};
-            const long column = (long)task.head * group * c.head_dim;
+            const Pass pass{step.pages + step.table_starts[task.span], number, task.head, task.heads, group(), task.tokens, layer.window,
+                            (long)step.starts[task.span] + task.offset};
+            const long column = (long)task.head * group() * c.head_dim;
             attend(pool_, pass, row(qkv_, task.row, stride_qkv_) + column, stride_qkv_, row(attended_, task.row, stride_out_) + column, stride_out_,
-                   scratch);
-        }
+                   scratch_[thread].attention);
+        });
     }
 
-    Barrier barrier_;
-    std::vector<std::unique_ptr<ThreadScratch>> scratch_;
+    Team team_;
+    std::vector<ThreadScratch> scratch_;
     Buffer hidden_, normed_, qkv_, attended_, inner_, bytes_, scales_;
     long stride_hidden_ = 0, stride_qkv_ = 0, stride_out_ = 0, stride_inner_ = 0;
     Pool pool_{};
     std::vector<Token> tokens_;
     std::vector<Task> tasks_;
-    const KvrStep* step_ = nullptr;
-
-    std::vector<std::thread> threads_;
-    std::mutex mutex_;
-    std::condition_variable wake_;
-    long round_ = 0;
-    bool stopping_ = false;
 };
 
 }  // namespace
@@ -349,7 +288,7 @@ int kvr_set_linear(void* model, int layer, int which, int kind, const void* weig
 // `layer` -1: the final norm.
 void kvr_set_norm(void* model, int layer, int which, const float* gain, int size) {
     Model& m = *static_cast<Model*>(model);
-    (layer < 0 ? m.final_norm_ : m.layers_[layer].norms[which]).gain.assign(gain, gain + size);
+    (layer < 0 ? m.final_norm_ : m.layers_[layer].norms[which]).assign(gain, gain + size);
 }
 
 // `rope` [2, max_positions, head_dim] must outlive the model.

@@ -9,7 +9,6 @@
 #include <cstdlib>
 #include <vector>
 
-#include "team.h"
 #include "vector.h"
 
 #if defined(__linux__)
@@ -371,27 +370,24 @@ constexpr TileRunner pick_tile(int rows, std::integer_sequence<int, MR...>) {
     return runners[rows - 1];
 }
 
-// This thread's share of a linear over `rows` rows: whole panels (pairs of panels where paired). `scratch` holds depth * kPanel
-// floats. Outputs are padded: `ldy` is at least panels() * kPanel (half of it where paired).
-inline void run_linear(const Linear& linear, const Inputs& in, long rows, Finish how, float* y, long ldy, float* scratch, const Worker& worker) {
-    long begin, end;
+// A linear over `rows` rows for panels [begin, end) (whole pairs where paired). `scratch` holds depth * kPanel floats, twice that
+// where paired. Outputs are padded: `ldy` is at least panels() * kPanel (half of it where paired).
+inline void run_panels(const Linear& linear, const Inputs& in, long rows, Finish how, float* y, long ldy, long begin, long end, float* scratch) {
     const int step = linear.paired ? 2 : 1;
-    worker.share(linear.panels() / step, &begin, &end);
     const int most = linear.kind == Kind::kInt8 ? kInt8Rows : kTileRows;
-    const long tiles = (rows + most - 1) / most;
-    const bool widened = linear.kind == Kind::kBfloat16 && tiles > 2;
+    const bool widened = linear.kind == Kind::kBfloat16 && rows > 2 * most;
     alignas(64) float gates[kTileRows * kPanel];
     // Rows are blocked so that their inputs stay in the second-level cache while the panels pass.
     const long block = std::max<long>(1, (linear.kind == Kind::kInt8 ? 1 << 20 : 1 << 18) / std::max(1, linear.depth) / most) * most;
     for (long first = 0; first < rows; first += block) {
         const long last = std::min(rows, first + block), count = (last - first + most - 1) / most;
-        for (long unit = begin * step; unit < end * step; unit += step) {
+        for (long panel = begin; panel < end; panel += step) {
             const float* wide[2] = {nullptr, nullptr};
             for (int half = 0; half < step; ++half) {
-                if (linear.kind == Kind::kFloat32) wide[half] = (const float*)linear.panel(unit + half);
+                if (linear.kind == Kind::kFloat32) wide[half] = (const float*)linear.panel(panel + half);
                 if (!widened) continue;
                 float* out = scratch + (size_t)half * linear.depth * kPanel;
-                const uint32_t* words = (const uint32_t*)linear.panel(unit + half);
+                const uint32_t* words = (const uint32_t*)linear.panel(panel + half);
                 for (int k = 0; k < linear.depth; ++k) {
                     F w[kPanelVectors];
                     load_panel(words + (size_t)k * (kPanel / 2), w);
@@ -403,17 +399,15 @@ inline void run_linear(const Linear& linear, const Inputs& in, long rows, Finish
                 // Tiles of like size: 16 rows are 8 + 8, not 12 + 4.
                 const long row = first + (last - first) * t / count, next = first + (last - first) * (t + 1) / count;
                 TileRunner run = pick_tile((int)(next - row), std::make_integer_sequence<int, kTileRows>{});
-                for (int half = 0; half < step; ++half) run(linear, (int)unit + half, wide[half], in, row, how, gates, y, ldy);
+                for (int half = 0; half < step; ++half) run(linear, (int)panel + half, wide[half], in, row, how, gates, y, ldy);
             }
         }
     }
 }
 
-// This thread's share of quantizing `rows` rows of `depth` floats: bytes offset by 128, a scale for each row and group.
-inline void quantize(const float* x, long stride, long rows, int depth, int group, uint8_t* bytes, float* scales, const Worker& worker) {
+// Quantizes rows [begin, end) of `depth` floats: bytes offset by 128, a scale for each row and group.
+inline void quantize(const float* x, long stride, long begin, long end, int depth, int group, uint8_t* bytes, float* scales) {
     const int groups = (depth + group - 1) / group;
-    long begin, end;
-    worker.share(rows, &begin, &end);
     for (long r = begin; r < end; ++r) {
         for (int g = 0; g < groups; ++g) {
             const float* source = x + r * stride + (long)g * group;

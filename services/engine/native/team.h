@@ -1,8 +1,15 @@
-// A few threads that walk through one forward pass together: every thread runs the same code on its own share of the work.
+// Threads that share the loops of one forward pass.
+//
+// Units of work are handed out one by one, and a loop is over when its units are, not when every thread has shown up: a thread
+// that the system has put aside delays at most the unit it holds. On a crowded machine a team is therefore hardly slower than
+// its first thread alone, where threads that meet at barriers would come to a standstill.
 #pragma once
 
 #include <atomic>
+#include <condition_variable>
+#include <mutex>
 #include <thread>
+#include <vector>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -10,46 +17,102 @@
 
 namespace kvr {
 
-// Where threads wait for one another. They spin for some microseconds, then let others run: on a crowded machine a thread that
-// only spins would burn the time the one it waits for needs.
-class Barrier {
+class Team {
   public:
-    explicit Barrier(int threads) : threads_(threads) {}
-    void wait() {
-        if (threads_ == 1) return;
-        int round = round_.load(std::memory_order_relaxed);
-        if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads_) {
-            arrived_.store(0, std::memory_order_relaxed);
-            round_.store(round + 1, std::memory_order_release);
+    explicit Team(int threads) {
+        for (int id = 1; id < threads; ++id) helpers_.emplace_back([this, id] { help(id); });
+    }
+    Team(const Team&) = delete;
+    ~Team() {
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            stopping_ = true;
+        }
+        wake_.notify_all();
+        for (auto& helper : helpers_) helper.join();
+    }
+
+    int size() const { return 1 + (int)helpers_.size(); }
+
+    // Helpers stand by between `begin` and `end`, and sleep otherwise.
+    void begin() {
+        if (helpers_.empty()) return;
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            active_.store(true, std::memory_order_release);
+            ++round_;
+        }
+        wake_.notify_all();
+    }
+    void end() { active_.store(false, std::memory_order_release); }
+
+    // body(unit, thread) for every unit in [0, units), in any order, on any thread; returns when all are done.
+    template <typename Body>
+    void each(long units, const Body& body) {
+        if (helpers_.empty() || units < 2) {
+            for (long unit = 0; unit < units; ++unit) body(unit, 0);
             return;
         }
-        for (int spins = 0; round_.load(std::memory_order_acquire) == round; ++spins) {
-            if (spins > 20000) {
-                std::this_thread::yield();
-            } else {
-#if defined(__x86_64__)
-                _mm_pause();
-#endif
-            }
+        body_ = &body;
+        call_ = [](const void* b, long unit, int thread) { (*static_cast<const Body*>(b))(unit, thread); };
+        done_.store(0, std::memory_order_relaxed);
+        left_.store(units, std::memory_order_release);
+        while (work(0)) {
         }
+        for (int spins = 0; done_.load(std::memory_order_acquire) != units; ++spins) pause(spins);
+    }
+
+    // The same over [0, items) in about `pieces` runs: body(begin, end, thread).
+    template <typename Body>
+    void split(long items, long pieces, const Body& body) {
+        const long units = items < pieces ? items : pieces;
+        each(units, [&](long unit, int thread) { body(items * unit / units, items * (unit + 1) / units, thread); });
     }
 
   private:
-    const int threads_;
-    std::atomic<int> arrived_{0};
-    std::atomic<int> round_{0};
-};
-
-// One thread's view of the team.
-struct Worker {
-    int id, count;
-    Barrier* barrier;
-    void sync() const { barrier->wait(); }
-    // This thread's share [begin, end) of `items` units of work.
-    void share(long items, long* begin, long* end) const {
-        *begin = items * id / count;
-        *end = items * (id + 1) / count;
+    // Takes and does one unit. While a unit is held its loop cannot end, so `body_` and `call_` stay what they are.
+    bool work(int thread) {
+        long left = left_.load(std::memory_order_acquire);
+        do {
+            if (left == 0) return false;
+        } while (!left_.compare_exchange_weak(left, left - 1, std::memory_order_acq_rel, std::memory_order_acquire));
+        call_(body_, left - 1, thread);
+        done_.fetch_add(1, std::memory_order_acq_rel);
+        return true;
     }
+
+    void help(int id) {
+        for (long seen = 0;;) {
+            {
+                std::unique_lock<std::mutex> lock(mutex_);
+                wake_.wait(lock, [&] { return stopping_ || round_ != seen; });
+                if (stopping_) return;
+                seen = round_;
+            }
+            for (int spins = 0; active_.load(std::memory_order_acquire);) spins = work(id) ? 0 : (pause(spins), spins + 1);
+        }
+    }
+
+    static void pause(int spins) {
+        if (spins > 10000) {
+            std::this_thread::yield();
+        } else {
+#if defined(__x86_64__)
+            _mm_pause();
+#endif
+        }
+    }
+
+    std::vector<std::thread> helpers_;
+    std::mutex mutex_;
+    std::condition_variable wake_;
+    long round_ = 0;
+    bool stopping_ = false;
+    std::atomic<bool> active_{false};
+    const void* body_ = nullptr;
+    void (*call_)(const void*, long, int) = nullptr;
+    alignas(64) std::atomic<long> left_{0};
+    alignas(64) std::atomic<long> done_{0};
 };
 
 }  // namespace kvr
