@@ -7,7 +7,7 @@ import itertools
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -18,6 +18,7 @@ from kvrelay.handle import KvLayout, ModelIdentity
 from services.engine.api import Admitted, BlockChanges, EngineLoad, EngineRequest, Failed
 from services.engine.block_manager import BlockChangeLog, BlockManager
 from services.engine.core import EngineCore
+from services.engine.demo_model import default_cache_dir
 from services.engine.detokenizer import TokenBytes
 from services.engine.device_model import DeviceModel
 from services.engine.identity import identity_of, layout_of, read_tokenizer_files
@@ -64,7 +65,9 @@ class EngineSettings:
     max_context_tokens: int = 0
     """Prompt and answer together; 0 is the model's own limit."""
     threads: int = 1
-    """Torch threads. With more than one, rows lose their bit-exactness."""
+    """Computing threads. With more than one, torch's operators lose the rows' bit-exactness; native kernels keep it."""
+    cache_dir: Path = field(default_factory=default_cache_dir)
+    """Where compiled kernels are kept."""
     cpu: int = -1
     """Core to pin the runner thread to; -1 leaves it free."""
     debug: bool = False
@@ -85,7 +88,9 @@ class EngineSettings:
             device = torch.device(self.device)
         except RuntimeError as error:
             raise ConfigError(f"device must be one that torch knows, got {self.device!r}") from error
-        return ModelOptions(DTYPES[self.dtype], DTYPES[self.kv_dtype], self.quantization, device, self.kernels, self.threads)
+        return ModelOptions(
+            DTYPES[self.dtype], DTYPES[self.kv_dtype], self.quantization, device, self.kernels, self.threads, self.cache_dir
+        )
 
 
 class Engine:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,11 +11,16 @@ import torch
 
 from kvrelay.errors import ConfigError
 from services.engine.decoder import Decoder, ForwardEntry
+from services.engine.demo_model import default_cache_dir
 from services.engine.kv_pool import KvPool
 from services.engine.model_config import ModelConfig
+from services.engine.native.build import NativeKernelsUnavailable
+from services.engine.native.decoder import NativeDecoder
 from services.engine.quantization import SCHEMES
 from services.engine.torch_decoder import TorchDecoder
 from services.engine.weights import ModelWeights, load_weights, quantize
+
+log = logging.getLogger(__name__)
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 """What weights and KV may be kept in."""
@@ -36,6 +42,8 @@ class ModelOptions:
     """'native' is the suite's own, for CPUs; 'auto' takes them where they can be had."""
     threads: int = 1
     """Threads of the native kernels; torch has its own setting."""
+    cache_dir: Path = field(default_factory=default_cache_dir)
+    """Where the native kernels are kept once they are compiled."""
 
     def __post_init__(self) -> None:
         """Raises `ConfigError` for what cannot be computed."""
@@ -97,10 +105,16 @@ class LlamaModel:
 
 
 def choose_decoder(config: ModelConfig, weights: ModelWeights, options: ModelOptions) -> Decoder:
-    """The decoder that `options.kernels` asks for; `ConfigError` if it cannot be had on this machine."""
-    if options.kernels == "native":
-        raise ConfigError("native kernels are not part of this build")
-    return TorchDecoder(config, weights)
+    """The decoder that `options.kernels` asks for; `NativeKernelsUnavailable` (a `ConfigError`) if that cannot be had here."""
+    if options.kernels == "torch" or options.device.type != "cpu":
+        return TorchDecoder(config, weights)
+    try:
+        return NativeDecoder(config, weights, options.threads, options.cache_dir)
+    except NativeKernelsUnavailable as error:
+        if options.kernels == "native":
+            raise
+        log.warning("computing with torch's operators, which are slower: %s", error)
+        return TorchDecoder(config, weights)
 
 
 def load_model(folder: Path, options: ModelOptions | None = None) -> LlamaModel:

@@ -16,7 +16,7 @@ class SuiteSettings:
 
     model: str = setting("smollm2", "model folder (Hugging Face style), hub name, or 'smollm2' for the demo model")
     model_name: str = setting("", "name that requests use; empty: the model's or its folder's")
-    cache_dir: str = setting("~/.cache/kvrelay", "where converted models are kept", env="KVRELAY_CACHE")
+    cache_dir: str = setting("~/.cache/kvrelay", "where converted models and compiled kernels are kept", env="KVRELAY_CACHE")
     mode: str = setting("hybrid", "where a request's two phases run", choices=("hybrid", "split", "colocated"))
     prefill: int = setting(1, "prefill workers; none are started in mode colocated", unit="processes", minimum=0)
     decode: int = setting(1, "decode workers", unit="processes", minimum=1)

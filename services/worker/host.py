@@ -162,7 +162,8 @@ async def worker_host(role: str, settings: WorkerSettings) -> AsyncIterator[Work
 def _engine_settings(settings: WorkerSettings) -> EngineSettings:
     """Looks for the model, or makes it; blocks. Raises `ModelLoadError`."""
     assert_off_loop("looking for a model")
-    folder = resolve_model(settings.model, Path(settings.cache_dir).expanduser())
+    cache_dir = Path(settings.cache_dir).expanduser()
+    folder = resolve_model(settings.model, cache_dir)
     return EngineSettings(
         model_path=folder,
         model_name=settings.model_name or served_name(settings.model, folder),
@@ -178,6 +179,7 @@ def _engine_settings(settings: WorkerSettings) -> EngineSettings:
         max_waiting=settings.max_waiting,
         max_context_tokens=settings.max_context_tokens,
         threads=settings.threads,
+        cache_dir=cache_dir,
         cpu=settings.cpu,
         debug=settings.debug,
     )

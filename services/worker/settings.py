@@ -14,7 +14,7 @@ class WorkerSettings:
 
     model: str = setting("smollm2", "model folder (Hugging Face style), hub name, or 'smollm2' for the demo model")
     model_name: str = setting("", "name that requests use; empty: the model's or its folder's")
-    cache_dir: str = setting("~/.cache/kvrelay", "where converted models are kept", env="KVRELAY_CACHE")
+    cache_dir: str = setting("~/.cache/kvrelay", "where converted models and compiled kernels are kept", env="KVRELAY_CACHE")
     host: str = setting("127.0.0.1", "address to listen on")
     port: int = setting(0, "port to listen on; 0: any free one", minimum=0, maximum=65535)
     advertise: str = setting("", "host that others reach this worker by; empty: the listening address")
