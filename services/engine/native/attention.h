@@ -72,6 +72,26 @@ KVR_INLINE void transpose16(__m512i (&r)[16]) {
         r[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
     }
 }
+#elif defined(KVR_AVX2)
+// Eight rows of eight 32-bit words, transposed in registers.
+KVR_INLINE void transpose8(__m256i (&r)[8]) {
+    __m256i t[8];
+    for (int i = 0; i < 8; i += 2) {
+        t[i] = _mm256_unpacklo_epi32(r[i], r[i + 1]);
+        t[i + 1] = _mm256_unpackhi_epi32(r[i], r[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4) {
+        r[i] = _mm256_unpacklo_epi64(t[i], t[i + 2]);
+        r[i + 1] = _mm256_unpackhi_epi64(t[i], t[i + 2]);
+        r[i + 2] = _mm256_unpacklo_epi64(t[i + 1], t[i + 3]);
+        r[i + 3] = _mm256_unpackhi_epi64(t[i + 1], t[i + 3]);
+    }
+    for (int i = 0; i < 4; ++i) {
+        t[i] = _mm256_permute2x128_si256(r[i], r[i + 4], 0x20);
+        t[i + 4] = _mm256_permute2x128_si256(r[i], r[i + 4], 0x31);
+    }
+    for (int i = 0; i < 8; ++i) r[i] = t[i];
+}
 #endif
 
 // Where the keys of a block of positions lie: of the first head, in one layer.
@@ -118,6 +138,28 @@ inline void load_keys(const Pool& pool, const Block& block, const Block& next, l
             }
         }
         const int done = words * (pool.bf16 ? 32 : 16);
+#elif defined(KVR_AVX2)
+        const int words = pool.head_dim * (int)pool.element_bytes() / 32, each = pool.bf16 ? 16 : 8;
+        for (int half = 0; half < kLanes; half += 8)
+            for (int w = 0; w < words; ++w) {
+                __m256i lines[8];
+                for (int i = 0; i < 8; ++i) {
+                    const char* row = rows[half + i];
+                    lines[i] = row ? _mm256_loadu_si256((const __m256i*)(row + w * 32)) : _mm256_setzero_si256();
+                    if (w % 2 == 0) next.prefetch(j + half + i, offset + w * 32, 64);
+                }
+                transpose8(lines);
+                for (int i = 0; i < 8; ++i) {
+                    if (pool.bf16) {
+                        float* line = out + (w * 16 + 2 * i) * kKeyBlock + j + half;
+                        _mm256_storeu_ps(line, _mm256_castsi256_ps(_mm256_slli_epi32(lines[i], 16)));
+                        _mm256_storeu_ps(line + kKeyBlock, _mm256_castsi256_ps(_mm256_and_si256(lines[i], _mm256_set1_epi32((int)0xffff0000))));
+                    } else {
+                        _mm256_storeu_ps(out + (w * 8 + i) * kKeyBlock + j + half, _mm256_castsi256_ps(lines[i]));
+                    }
+                }
+            }
+        const int done = words * each;
 #else
         const int done = 0;
 #endif

@@ -7,7 +7,7 @@ import enum
 from pathlib import Path
 from typing import ClassVar
 
-from services.engine.native.build import NativeKernelsUnavailable, library_path
+from services.engine.native.build import THIS_CPU, NativeKernelsUnavailable, library_path
 
 MAX_GROUP = 96
 """Query heads for each KV head, at most: kQueryRows in attention.h."""
@@ -65,9 +65,9 @@ class Step(ctypes.Structure):
     ]
 
 
-def load(cache_dir: Path) -> ctypes.CDLL:
+def load(cache_dir: Path, target_flags: tuple[str, ...] = THIS_CPU) -> ctypes.CDLL:
     """The library, compiled if need be; `NativeKernelsUnavailable` if it cannot be had."""
-    path = library_path(cache_dir)
+    path = library_path(cache_dir, target_flags)
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:

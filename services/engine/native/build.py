@@ -20,9 +20,9 @@ from kvrelay.errors import ConfigError
 log = logging.getLogger(__name__)
 
 SOURCES = ("vector.h", "team.h", "linear.h", "attention.h", "forward.cpp")
-FLAGS = (
-    "-O3", "-march=native", "-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared", "-pthread",
-)  # fmt: skip
+FLAGS = ("-O3", "-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared", "-pthread")
+THIS_CPU = ("-march=native",)
+"""Uses every instruction this machine has; the bits are the same with fewer ("-mavx2", "-mfma")."""
 COMPILERS = ("g++", "c++", "clang++")
 _TIMEOUT_S = 300.0
 _FOLDER = Path(__file__).parent
@@ -32,16 +32,17 @@ class NativeKernelsUnavailable(ConfigError):
     """The native kernels cannot be built or used here; the message says why. Torch's operators serve instead."""
 
 
-def library_path(cache_dir: Path) -> Path:
+def library_path(cache_dir: Path, target_flags: tuple[str, ...] = THIS_CPU) -> Path:
     """The library for this machine under `cache_dir`, compiled if it is not there yet. Blocks for some seconds then.
 
     Two processes may compile at once: each writes a file of its own, and the last rename wins with equal content.
     Raises `NativeKernelsUnavailable` without a compiler, or when it fails.
     """
     compiler = _compiler()
-    target = cache_dir / f"kernels-{_digest(compiler)}.so"
+    flags = (*FLAGS, *target_flags)
+    target = cache_dir / f"kernels-{_digest(compiler, flags)}.so"
     if not target.is_file():
-        _compile(compiler, target)
+        _compile(compiler, flags, target)
     return target
 
 
@@ -52,14 +53,14 @@ def _compiler() -> str:
     raise NativeKernelsUnavailable(f"no C++ compiler ({', '.join(COMPILERS)}) was found")
 
 
-def _compile(compiler: str, target: Path) -> None:
+def _compile(compiler: str, flags: tuple[str, ...], target: Path) -> None:
     log.info("compiling the native kernels with %s: some seconds, once for this machine", compiler)
     handle, made = -1, ""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         handle, made = tempfile.mkstemp(prefix=".kernels-", suffix=".so", dir=target.parent)
         os.close(handle)
-        command = [compiler, *FLAGS, "-o", made, str(_FOLDER / "forward.cpp")]
+        command = [compiler, *flags, "-o", made, str(_FOLDER / "forward.cpp")]
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
         if done.returncode:
             raise NativeKernelsUnavailable(f"{compiler} could not compile the native kernels: {done.stderr.strip()[-2000:]}")
@@ -71,11 +72,11 @@ def _compile(compiler: str, target: Path) -> None:
             Path(made).unlink(missing_ok=True)
 
 
-def _digest(compiler: str) -> str:
+def _digest(compiler: str, flags: tuple[str, ...]) -> str:
     digest = hashlib.sha256()
     for name in SOURCES:
         digest.update(name.encode() + b"\0" + (_FOLDER / name).read_bytes())
-    digest.update("\0".join((*FLAGS, _compiler_version(compiler), platform.machine(), _cpu_features())).encode())
+    digest.update("\0".join((*flags, _compiler_version(compiler), platform.machine(), _cpu_features())).encode())
     return digest.hexdigest()[:16]
 
 

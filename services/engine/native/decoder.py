@@ -15,7 +15,7 @@ from services.engine.layers import Rope
 from services.engine.model_config import ModelConfig
 from services.engine.native import binding
 from services.engine.native.binding import Kind, Which, WhichNorm
-from services.engine.native.build import NativeKernelsUnavailable
+from services.engine.native.build import THIS_CPU, NativeKernelsUnavailable
 from services.engine.quantization import Int8Weight
 from services.engine.weights import LayerWeights, ModelWeights
 
@@ -29,10 +29,12 @@ class NativeDecoder:
     The weights are packed into memory of its own; only the embedding and the rotary tables stay torch's.
     """
 
-    def __init__(self, config: ModelConfig, weights: ModelWeights, threads: int, cache_dir: Path) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: ModelWeights, threads: int, cache_dir: Path, target_flags: tuple[str, ...] = THIS_CPU
+    ) -> None:
         """Builds or finds the library and packs the weights. Raises `NativeKernelsUnavailable` for what it cannot compute."""
         _check(config, weights)
-        self._library = binding.load(cache_dir)
+        self._library = binding.load(cache_dir, target_flags)
         self.name = f"native {self._library.kvr_instruction_set().decode()}"
         self._vocab = config.vocab_size
         self._stride = self._library.kvr_padded(config.vocab_size)
@@ -112,12 +114,12 @@ class NativeDecoder:
     def _linear(self, layer: int, which: int, weight: torch.Tensor | Int8Weight, bias: torch.Tensor | None) -> None:
         wide_bias = bias.float().contiguous() if bias is not None else None
         if isinstance(weight, Int8Weight):
-            kind, values, scales, group = Kind.INT8, weight.values.contiguous(), weight.scales.contiguous(), weight.group
+            kind, values, scales, block = Kind.INT8, weight.values.contiguous(), weight.scales.contiguous(), weight.block
         else:
-            kind, values, scales, group = _KINDS[weight.dtype], weight.contiguous(), None, 0
+            kind, values, scales, block = _KINDS[weight.dtype], weight.contiguous(), None, 1
         columns, depth = values.shape
         packed = self._library.kvr_set_linear(
-            self._model, layer, which, kind, values.data_ptr(), _pointer(scales), _pointer(wide_bias), columns, depth, group
+            self._model, layer, which, kind, values.data_ptr(), _pointer(scales), _pointer(wide_bias), columns, depth, block
         )
         if not packed:
             raise MemoryError(f"no memory to pack a weight of {columns} x {depth}")

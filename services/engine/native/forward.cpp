@@ -113,7 +113,7 @@ class Model {
         const long deepest = std::max({c.hidden, query_size(), c.inner});
         bool ok = hidden_.reserve(rows * stride_hidden_ * kFloat) && normed_.reserve(rows * stride_hidden_ * kFloat) &&
                   qkv_.reserve(rows * stride_qkv_ * kFloat) && attended_.reserve(rows * stride_out_ * kFloat) &&
-                  inner_.reserve(rows * stride_inner_ * kFloat) && bytes_.reserve(rows * deepest * 2) && scales_.reserve(rows * deepest * kFloat);
+                  inner_.reserve(rows * stride_inner_ * kFloat) && bytes_.reserve(rows * (deepest + kQuad)) && scales_.reserve(rows * kFloat);
         for (auto& scratch : scratch_) ok = ok && scratch.panel.reserve(2 * deepest * kPanel * kFloat) && scratch.attention.reserve(c.head_dim);
         if (!ok) return false;
         pool_ = {step.pool, c.layers, step.page_size, c.kv_heads, c.head_dim, step.pool_bf16 != 0, __builtin_ctz(step.page_size)};
@@ -187,11 +187,12 @@ class Model {
         });
     }
 
+    // Inputs are used up: int8 linears rotate them in place.
     void apply(const Linear& linear, const Buffer& x, long stride, long rows, Finish how, float* y, long ldy) {
         const Inputs in{x.as<float>(), stride, bytes_.as<uint8_t>(), scales_.as<float>()};
         if (linear.kind == Kind::kInt8)
             team_.split(rows, rows < 16 ? 1 : 8 * team_.size(), [&](long begin, long end, int) {
-                quantize(in.rows, stride, begin, end, linear.depth, linear.group, bytes_.as<uint8_t>(), scales_.as<float>());
+                quantize(linear, x.as<float>(), stride, begin, end, bytes_.as<uint8_t>(), scales_.as<float>());
             });
         const int step = linear.paired ? 2 : 1;
         team_.split(linear.panels() / step, team_.size() == 1 ? 1 : 8 * team_.size(), [&](long begin, long end, int thread) {
@@ -273,13 +274,13 @@ void* kvr_create(const KvrConfig* config) {
 
 void kvr_destroy(void* model) { delete static_cast<Model*>(model); }
 
-// `layer` -1: the head. `scales` and `group` only for int8, `bias` may be NULL. 0 when there is no memory. The source may go afterwards.
+// `layer` -1: the head. `scales` [columns] and `block` only for int8, `bias` may be NULL. 0 when there is no memory. The source may go afterwards.
 int kvr_set_linear(void* model, int layer, int which, int kind, const void* weights, const float* scales, const float* bias, int columns, int depth,
-                   int group) {
+                   int block) {
     try {
         Model& m = *static_cast<Model*>(model);
         Linear& linear = layer < 0 ? m.head_ : m.layers_[layer].linears[which];
-        return linear.pack(static_cast<Kind>(kind), weights, scales, bias, columns, depth, group, layer >= 0 && which == kGateUp);
+        return linear.pack(static_cast<Kind>(kind), weights, scales, bias, columns, depth, block, layer >= 0 && which == kGateUp);
     } catch (...) {
         return 0;
     }

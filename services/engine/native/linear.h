@@ -1,7 +1,6 @@
 // y = x W^T with weights packed once into panels of columns: float32, bfloat16 (widened as it is read) or int8.
 //
-// Each output element is one chain of fused multiply-adds over the inputs in ascending order (int8: exact integer sums, one
-// chain over the groups), whatever the number of rows, the tile they fall in, or the thread. Tiles only decide how many
+// Each output element is one chain of fused multiply-adds over the inputs in ascending order (int8: an exact integer sum), whatever the number of rows, the tile they fall in, or the thread. Tiles only decide how many
 // such chains run side by side.
 #pragma once
 
@@ -118,16 +117,15 @@ KVR_INLINE void multiply_bf16(const float* a, long lda, const uint32_t* b, int d
 
 // --- int8 ------------------------------------------------------------------------------------------------------------------
 
-// Activations are stored offset by 128 (0 to 255), which is what the CPU's dot product takes; `offset` in a packed group takes
-// 128 times the weights' sum off again. A packed group of a panel: `group / kQuad` steps of kPanel columns x kQuad bytes,
-// then kPanel int32 offsets, then kPanel float scales.
+// W8A8 as services/engine/quantization.py defines it: a token's inputs are rotated in blocks (a Hadamard transform) and get one
+// scale; a weight row, rotated when it was quantized, has one too. Activations are stored offset by 128 (0 to 255), which is what
+// the CPU's dot product takes; the sum of a weight row, times 128, is taken off again. A packed panel: steps of kPanel columns x
+// kQuad bytes, then kPanel int32 offsets, then kPanel float scales.
 #if defined(KVR_AVX512) && defined(__AVX512VNNI__)
 #define KVR_VNNI 1
 #endif
 constexpr int kQuad = 4;
-constexpr int kInt8Rows = 6;  // integer and float accumulators: 2 x 6 x 2 vectors
-
-KVR_INLINE size_t group_bytes(int group) { return (size_t)group * kPanel + 2 * sizeof(float) * kPanel; }
+constexpr int kMaxBlock = 64;
 
 struct I {
 #if defined(KVR_AVX512)
@@ -205,30 +203,59 @@ KVR_INLINE I dot(I sums, const uint8_t* x, Quads w) {
 #endif
 }
 
-// acc[r][v] = sum over groups of (integer sum * x_scale) * w_scale, groups ascending.
+// acc[r][v] = integer sum * (x_scale * w_scale). `depth` is a multiple of kQuad.
 template <int MR>
-KVR_INLINE void multiply_int8(const uint8_t* x, long ldx, const float* x_scales, long ld_scales, const int8_t* panel, int groups, int group,
-                              F (&acc)[MR][kPanelVectors]) {
-    for (int g = 0; g < groups; ++g) {
-        const int8_t* w = panel + (size_t)g * group_bytes(group);
-        const int32_t* offsets = (const int32_t*)(w + (size_t)group * kPanel);
-        const float* scales = (const float*)(offsets + kPanel);
-        I sums[MR][kPanelVectors];
+KVR_INLINE void multiply_int8(const uint8_t* x, long ldx, const float* x_scales, const int8_t* panel, int depth, F (&acc)[MR][kPanelVectors]) {
+    const int32_t* offsets = (const int32_t*)(panel + (size_t)depth * kPanel);
+    const float* scales = (const float*)(offsets + kPanel);
+    I sums[MR][kPanelVectors];
+    for (int r = 0; r < MR; ++r)
+        for (int v = 0; v < kPanelVectors; ++v) sums[r][v] = load_int(offsets + v * kLanes);
+    for (int k = 0; k < depth; k += kQuad) {
+        Quads q[kPanelVectors];
+        for (int line = 0; line < kPanel * kQuad; line += 64) __builtin_prefetch(panel + k * kPanel + 1536 + line);
+        for (int v = 0; v < kPanelVectors; ++v) q[v] = load_quads(panel + k * kPanel + v * kLanes * kQuad);
         for (int r = 0; r < MR; ++r)
-            for (int v = 0; v < kPanelVectors; ++v) sums[r][v] = load_int(offsets + v * kLanes);
-        const uint8_t* xg = x + (long)g * group;
-        for (int k = 0; k < group; k += kQuad) {
-            Quads q[kPanelVectors];
-            __builtin_prefetch(w + k * kPanel + 1536);
-            __builtin_prefetch(w + k * kPanel + 1536 + 64);
-            for (int v = 0; v < kPanelVectors; ++v) q[v] = load_quads(w + k * kPanel + v * kLanes * kQuad);
-            for (int r = 0; r < MR; ++r)
-                for (int v = 0; v < kPanelVectors; ++v) sums[r][v] = dot(sums[r][v], xg + r * ldx + k, q[v]);
-        }
-        for (int r = 0; r < MR; ++r) {
-            F scale = splat(x_scales[r * ld_scales + g]);
-            for (int v = 0; v < kPanelVectors; ++v) acc[r][v] = fma(to_float(sums[r][v]) * scale, load(scales + v * kLanes), acc[r][v]);
-        }
+            for (int v = 0; v < kPanelVectors; ++v) sums[r][v] = dot(sums[r][v], x + r * ldx + k, q[v]);
+    }
+    for (int r = 0; r < MR; ++r)
+        for (int v = 0; v < kPanelVectors; ++v) acc[r][v] = to_float(sums[r][v]) * (splat(x_scales[r]) * load(scales + v * kLanes));
+}
+
+// One stage of the transform inside a vector: (a, b) -> (a + b, a - b) for lanes that differ in bit D.
+template <int D>
+KVR_INLINE F butterfly(F x) {
+    alignas(64) static constexpr float signs[4][kLanes] = {
+        {1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1},
+        {1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1},
+        {1, 1, 1, 1, -1, -1, -1, -1, 1, 1, 1, 1, -1, -1, -1, -1},
+        {1, 1, 1, 1, 1, 1, 1, 1, -1, -1, -1, -1, -1, -1, -1, -1},
+    };
+    return fma(x, load(signs[D == 1 ? 0 : D == 2 ? 1 : D == 4 ? 2 : 3]), swap_lanes<D>(x));
+}
+
+// Rotates `size` floats in place, in blocks of `block` (a power of two up to kMaxBlock that divides `size`).
+inline void rotate(float* x, int size, int block) {
+    if (block % kLanes) {
+        for (int distance = 1; distance < block; distance *= 2)
+            for (int i = 0; i < size; ++i) {
+                if (i & distance) continue;
+                const float a = x[i], b = x[i + distance];
+                x[i] = a + b, x[i + distance] = a - b;
+            }
+        return;
+    }
+    for (int start = 0; start < size; start += block) {
+        F v[kMaxBlock / kLanes];
+        const int vectors = block / kLanes;
+        for (int i = 0; i < vectors; ++i) v[i] = butterfly<8>(butterfly<4>(butterfly<2>(butterfly<1>(load(x + start + i * kLanes)))));
+        for (int distance = 1; distance < vectors; distance *= 2)
+            for (int i = 0; i < vectors; ++i) {
+                if (i & distance) continue;
+                const F a = v[i], b = v[i + distance];
+                v[i] = a + b, v[i + distance] = a - b;
+            }
+        for (int i = 0; i < vectors; ++i) store(x + start + i * kLanes, v[i]);
     }
 }
 
@@ -241,15 +268,16 @@ struct Linear {
     Kind kind = Kind::kFloat32;
     int columns = 0;  // outputs, without padding
     int depth = 0;    // inputs
-    int group = 0;    // inputs that share a scale (int8); a multiple of kQuad; several times it is `padded_depth()`
+    int block = 1;    // inputs that are rotated together (int8)
     bool paired = false;  // even panels are gates, odd ones the matching ups: a tile ends in act(gate) * up
     Buffer weights;
     std::vector<float> bias;  // padded to whole panels, or empty
 
     int panels() const { return paired ? 2 * ((columns / 2 + kPanel - 1) / kPanel) : (columns + kPanel - 1) / kPanel; }
-    int groups() const { return (depth + group - 1) / group; }
+    // Bytes of a quantized row.
+    int quads_depth() const { return (depth + kQuad - 1) / kQuad * kQuad; }
     size_t panel_bytes() const {
-        if (kind == Kind::kInt8) return groups() * group_bytes(group);
+        if (kind == Kind::kInt8) return (size_t)(quads_depth() + 2 * sizeof(float)) * kPanel;
         return (size_t)depth * kPanel * (kind == Kind::kFloat32 ? 4 : 2);
     }
     const char* panel(int index) const { return weights.as<char>() + index * panel_bytes(); }
@@ -260,10 +288,10 @@ struct Linear {
         return inner < half ? (index % 2) * half + inner : -1;
     }
 
-    // `source` is [columns, depth] of the kind's type; `scales` (int8) [columns, groups()]. False when there is no memory.
-    bool pack(Kind new_kind, const void* source, const float* scales, const float* new_bias, int new_columns, int new_depth, int new_group,
+    // `source` is [columns, depth] of the kind's type; `scales` (int8) [columns]. False when there is no memory.
+    bool pack(Kind new_kind, const void* source, const float* scales, const float* new_bias, int new_columns, int new_depth, int new_block,
               bool new_paired) {
-        kind = new_kind, columns = new_columns, depth = new_depth, group = new_group, paired = new_paired;
+        kind = new_kind, columns = new_columns, depth = new_depth, block = new_block, paired = new_paired;
         if (!weights.reserve(panels() * panel_bytes() + 4096)) return false;  // prefetches may run ahead
         for (int p = 0; p < panels(); ++p) {
             for (int j = 0; j < kPanel; ++j) {
@@ -278,7 +306,7 @@ struct Linear {
                     const uint16_t* row = (const uint16_t*)source + (size_t)n * depth;
                     for (int k = 0; k < depth; ++k) out[(size_t)k * kPanel] = row[k];
                 } else {
-                    pack_int8(p, j, (const int8_t*)source + (size_t)n * depth, scales + (size_t)n * groups());
+                    pack_int8(p, j, (const int8_t*)source + (size_t)n * depth, scales[n]);
                 }
             }
         }
@@ -292,18 +320,16 @@ struct Linear {
         return true;
     }
 
-    void pack_int8(int p, int j, const int8_t* row, const float* scales) {
-        for (int g = 0; g < groups(); ++g) {
-            int8_t* out = (int8_t*)panel(p) + (size_t)g * group_bytes(group);
-            int32_t* offsets = (int32_t*)(out + (size_t)group * kPanel);
-            int total = 0;
-            for (int k = 0; k < group && g * group + k < depth; ++k) {
-                out[(k / kQuad * kPanel + j) * kQuad + k % kQuad] = row[g * group + k];
-                total += row[g * group + k];
-            }
-            offsets[j] = -128 * total;
-            ((float*)(offsets + kPanel))[j] = scales[g];
+    void pack_int8(int p, int j, const int8_t* row, float scale) {
+        int8_t* out = (int8_t*)panel(p);
+        int32_t* offsets = (int32_t*)(out + (size_t)quads_depth() * kPanel);
+        int total = 0;
+        for (int k = 0; k < depth; ++k) {
+            out[(k / kQuad * kPanel + j) * kQuad + k % kQuad] = row[k];
+            total += row[k];
         }
+        offsets[j] = -128 * total;
+        ((float*)(offsets + kPanel))[j] = scale;
     }
 };
 
@@ -311,8 +337,8 @@ struct Linear {
 struct Inputs {
     const float* rows;
     long stride;
-    const uint8_t* bytes;  // [rows, groups * group]
-    const float* scales;   // [rows, groups]
+    const uint8_t* bytes;  // [rows, quads_depth()]
+    const float* scales;   // [rows]
 };
 
 KVR_INLINE F silu(F x) { return x / (splat(1.0f) + exp(splat(0.0f) - x)); }
@@ -351,10 +377,8 @@ void run_tile(const Linear& linear, int panel, const float* wide, const Inputs& 
     const char* weights = linear.panel(panel);
     const float* x = in.rows + row * in.stride;
     if (linear.kind == Kind::kInt8) {
-        if constexpr (MR <= kInt8Rows) {
-            long groups = linear.groups(), width = groups * linear.group;
-            multiply_int8<MR>(in.bytes + row * width, width, in.scales + row * groups, groups, (const int8_t*)weights, (int)groups, linear.group, acc);
-        }
+        const int width = linear.quads_depth();
+        multiply_int8<MR>(in.bytes + row * width, width, in.scales + row, (const int8_t*)weights, width, acc);
     } else if (wide) {
         multiply<MR, kPanelVectors>(x, in.stride, wide, kPanel, linear.depth, acc);
     } else {
@@ -374,13 +398,12 @@ constexpr TileRunner pick_tile(int rows, std::integer_sequence<int, MR...>) {
 // where paired. Outputs are padded: `ldy` is at least panels() * kPanel (half of it where paired).
 inline void run_panels(const Linear& linear, const Inputs& in, long rows, Finish how, float* y, long ldy, long begin, long end, float* scratch) {
     const int step = linear.paired ? 2 : 1;
-    const int most = linear.kind == Kind::kInt8 ? kInt8Rows : kTileRows;
-    const bool widened = linear.kind == Kind::kBfloat16 && rows > 2 * most;
+    const bool widened = linear.kind == Kind::kBfloat16 && rows > 2 * kTileRows;
     alignas(64) float gates[kTileRows * kPanel];
     // Rows are blocked so that their inputs stay in the second-level cache while the panels pass.
-    const long block = std::max<long>(1, (linear.kind == Kind::kInt8 ? 1 << 20 : 1 << 18) / std::max(1, linear.depth) / most) * most;
+    const long block = std::max<long>(1, (linear.kind == Kind::kInt8 ? 1 << 20 : 1 << 18) / std::max(1, linear.depth) / kTileRows) * kTileRows;
     for (long first = 0; first < rows; first += block) {
-        const long last = std::min(rows, first + block), count = (last - first + most - 1) / most;
+        const long last = std::min(rows, first + block), count = (last - first + kTileRows - 1) / kTileRows;
         for (long panel = begin; panel < end; panel += step) {
             const float* wide[2] = {nullptr, nullptr};
             for (int half = 0; half < step; ++half) {
@@ -405,34 +428,32 @@ inline void run_panels(const Linear& linear, const Inputs& in, long rows, Finish
     }
 }
 
-// Quantizes rows [begin, end) of `depth` floats: bytes offset by 128, a scale for each row and group.
-inline void quantize(const float* x, long stride, long begin, long end, int depth, int group, uint8_t* bytes, float* scales) {
-    const int groups = (depth + group - 1) / group;
+// Rotates rows [begin, end) of `linear`'s inputs in place and quantizes them: bytes offset by 128, a scale for each row.
+inline void quantize(const Linear& linear, float* x, long stride, long begin, long end, uint8_t* bytes, float* scales) {
+    const int depth = linear.depth, width = linear.quads_depth();
     for (long r = begin; r < end; ++r) {
-        for (int g = 0; g < groups; ++g) {
-            const float* source = x + r * stride + (long)g * group;
-            uint8_t* out = bytes + (r * groups + g) * group;
-            const int count = std::min(group, depth - g * group);
-            int k = 0;
-            F top = splat(0.0f);
-            for (; k + kLanes <= count; k += kLanes) top = max(top, abs(load(source + k)));
-            float most = largest(top);
-            for (; k < count; ++k) most = std::max(most, std::fabs(source[k]));
-            const float inverse = most > 0.0f ? 127.0f / most : 0.0f;
-            scales[r * groups + g] = most / 127.0f;
-            for (k = 0; k + kLanes <= count; k += kLanes) {
+        float* source = x + r * stride;
+        uint8_t* out = bytes + r * width;
+        rotate(source, depth, linear.block);
+        int k = 0;
+        F top = splat(0.0f);
+        for (; k + kLanes <= depth; k += kLanes) top = max(top, abs(load(source + k)));
+        float most = largest(top);
+        for (; k < depth; ++k) most = std::max(most, std::fabs(source[k]));
+        const float inverse = most > 0.0f ? 127.0f / most : 0.0f;
+        scales[r] = most / 127.0f;
+        for (k = 0; k + kLanes <= depth; k += kLanes) {
 #if defined(KVR_AVX512)
-                __m512i q = _mm512_add_epi32(_mm512_cvtps_epi32((load(source + k) * splat(inverse)).v), _mm512_set1_epi32(128));
-                _mm_storeu_si128((__m128i*)(out + k), _mm512_cvtepi32_epi8(q));
+            __m512i q = _mm512_add_epi32(_mm512_cvtps_epi32((load(source + k) * splat(inverse)).v), _mm512_set1_epi32(128));
+            _mm_storeu_si128((__m128i*)(out + k), _mm512_cvtepi32_epi8(q));
 #else
-                float rounded[kLanes];
-                store(rounded, round_even(load(source + k) * splat(inverse)));
-                for (int i = 0; i < kLanes; ++i) out[k + i] = (uint8_t)(int)(rounded[i] + 128.0f);
+            float rounded[kLanes];
+            store(rounded, round_even(load(source + k) * splat(inverse)));
+            for (int i = 0; i < kLanes; ++i) out[k + i] = (uint8_t)(int)(rounded[i] + 128.0f);
 #endif
-            }
-            for (; k < count; ++k) out[k] = (uint8_t)(int)(std::nearbyint(source[k] * inverse) + 128.0f);
-            for (; k < group; ++k) out[k] = 128;
         }
+        for (; k < depth; ++k) out[k] = (uint8_t)(int)(std::nearbyint(source[k] * inverse) + 128.0f);
+        for (; k < width; ++k) out[k] = 128;
     }
 }
 

@@ -56,6 +56,14 @@ KVR_INLINE void store_bf16(uint16_t* p, F a) {
     rounded = _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc00000));
     _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
 }
+// Lane i becomes lane i xor D, D from 1, 2, 4, 8.
+template <int D>
+KVR_INLINE F swap_lanes(F a) {
+    if constexpr (D == 1) return {_mm512_permute_ps(a.v, 0xb1)};
+    if constexpr (D == 2) return {_mm512_permute_ps(a.v, 0x4e)};
+    if constexpr (D == 4) return {_mm512_shuffle_f32x4(a.v, a.v, 0xb1)};
+    return {_mm512_shuffle_f32x4(a.v, a.v, 0x4e)};
+}
 // The lower and the upper eight lanes.
 struct Halves {
     __m256 low, high;
@@ -110,6 +118,13 @@ KVR_INLINE void store_bf16(uint16_t* p, F x) {
     _mm_storeu_si128((__m128i*)p, narrow_bf16(x.a));
     _mm_storeu_si128((__m128i*)(p + 8), narrow_bf16(x.b));
 }
+template <int D>
+KVR_INLINE F swap_lanes(F x) {
+    if constexpr (D == 1) return {_mm256_permute_ps(x.a, 0xb1), _mm256_permute_ps(x.b, 0xb1)};
+    if constexpr (D == 2) return {_mm256_permute_ps(x.a, 0x4e), _mm256_permute_ps(x.b, 0x4e)};
+    if constexpr (D == 4) return {_mm256_permute2f128_ps(x.a, x.a, 1), _mm256_permute2f128_ps(x.b, x.b, 1)};
+    return {x.b, x.a};
+}
 struct Halves {
     __m256 low, high;
 };
@@ -153,6 +168,10 @@ KVR_INLINE void store_bf16(uint16_t* p, F a) {
         std::memcpy(&bits, &a.v[i], 4);
         p[i] = a.v[i] != a.v[i] ? 0x7fc0 : (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
     }
+}
+template <int D>
+KVR_INLINE F swap_lanes(F a) {
+    return each([&](int i) { return a.v[i ^ D]; });
 }
 
 #endif
