@@ -28,6 +28,7 @@ from services.engine.quantization import SCHEMES
 from services.engine.runner import Add, Release, Resume, Runner, RunnerOptions, StepReport
 from services.engine.scheduler import RETRY_AFTER_S, SchedulerLimits
 from services.engine.stream import Stream
+from services.engine.torch_decoder import TorchDecoder
 from services.engine.validation import RequestLimits
 from services.runtime.offloop import assert_off_loop
 
@@ -65,11 +66,11 @@ class EngineSettings:
     max_context_tokens: int = 0
     """Prompt and answer together; 0 is the model's own limit."""
     threads: int = 1
-    """Computing threads. With more than one, torch's operators lose the rows' bit-exactness; native kernels keep it."""
+    """Computing threads. Rows keep their bits with any number in the native kernels, with one in torch's operators."""
     cache_dir: Path = field(default_factory=default_cache_dir)
     """Where compiled kernels are kept."""
-    cpu: int = -1
-    """Core to pin the runner thread to; -1 leaves it free."""
+    cpus: tuple[int, ...] = ()
+    """Cores to pin the computing threads to; empty leaves them free."""
     debug: bool = False
     """Check the pages' integrity whenever the engine is idle."""
 
@@ -98,7 +99,7 @@ class Engine:
 
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings
-        self._runner = Runner(self._build, self._deliver, RunnerOptions(cpu=settings.cpu, debug=settings.debug))
+        self._runner = Runner(self._build, self._deliver, RunnerOptions(cpus=settings.cpus, debug=settings.debug))
         self._streams: dict[str, Stream] = {}
         """Open streams by key."""
         self._unadmitted: set[str] = set()
@@ -281,10 +282,12 @@ class Engine:
         settings = self._settings
         options = settings.check()
         scheduling = SchedulerLimits(settings.max_num_batched_tokens, settings.max_num_seqs, settings.max_waiting)
-        torch.set_num_threads(settings.threads)
         files = read_tokenizer_files(settings.model_path)
         token_bytes = TokenBytes(_tokenizer(files["tokenizer.json"]))
+        torch.set_num_threads(1)
         model = load_model(settings.model_path, options)
+        if model.decoder.name == TorchDecoder.name:
+            torch.set_num_threads(settings.threads)
         config = model.config
         name = settings.model_name or settings.model_path.name
         self._identity = identity_of(

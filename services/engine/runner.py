@@ -79,8 +79,8 @@ class RunnerOptions:
     """How the thread runs."""
 
     name: str = "kvrelay-engine"
-    cpu: int = -1
-    """Core to pin the thread to; -1 leaves it free."""
+    cpus: tuple[int, ...] = ()
+    """Cores to pin the thread to, and with it the threads it starts; empty leaves them free."""
     debug: bool = False
     """Check the pages' integrity whenever the work runs out; a violation is fatal."""
 
@@ -133,12 +133,12 @@ class Runner:
             self._on_loop(self._deliver, StepReport([], (), core.load(), BlockChanges(), self._handled, idle=False, fatal=fatal))
 
     def _pin(self) -> None:
-        if self._options.cpu < 0:
+        if not self._options.cpus:
             return
         try:
-            os.sched_setaffinity(threading.get_native_id(), {self._options.cpu})
+            os.sched_setaffinity(threading.get_native_id(), self._options.cpus)
         except OSError as error:
-            raise ConfigError(f"cpu must be a core this process may run on, got {self._options.cpu}") from error
+            raise ConfigError(f"cpus must be cores this process may run on, got {', '.join(map(str, self._options.cpus))}") from error
 
     def _serve(self, core: EngineCore) -> None:
         while True:

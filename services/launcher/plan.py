@@ -53,7 +53,8 @@ def worker_processes(settings: SuiteSettings, redis_url: str, store_address: str
     """Prefill workers (none in mode colocated), then decode workers. `cores`: what this process may run on; empty: cannot pin."""
     prefill = 0 if settings.mode == "colocated" else settings.prefill
     names = [("prefill", i) for i in range(prefill)] + [("decode", i) for i in range(settings.decode)]
-    pins = assign_cores(len(names), cores if settings.pin and settings.threads == 1 else ())
+    threads = threads_each(settings, len(names), len(cores))
+    pins = assign_cores(len(names), threads, cores if settings.pin else ())
     return [
         ProcessSpec(
             f"{role}-{i}",
@@ -64,12 +65,12 @@ def worker_processes(settings: SuiteSettings, redis_url: str, store_address: str
                 port=0,
                 worker_id=f"{role}-{i}",
                 **worker_settings(settings),
-                threads=settings.threads,
-                cpu=cpu,
+                threads=threads,
+                cpus=",".join(map(str, cpus)),
                 store_address=store_address,
             ),
         )
-        for (role, i), cpu in zip(names, pins, strict=True)
+        for (role, i), cpus in zip(names, pins, strict=True)
     ]
 
 
@@ -106,9 +107,18 @@ def worker_settings(settings: SuiteSettings) -> dict[str, object]:
     }
 
 
-def assign_cores(workers: int, cores: Sequence[int]) -> list[int]:
-    """A core for each worker, or -1 for all: with more workers than cores the scheduler shares better than a fixed map."""
-    return list(cores[:workers]) if workers <= len(cores) else [-1] * workers
+def threads_each(settings: SuiteSettings, workers: int, cores: int) -> int:
+    """Computing threads of each worker: as told, or the cores divided among them. Torch's operators keep their bits with one only."""
+    if settings.threads:
+        return settings.threads
+    return max(1, cores // workers) if settings.device == "cpu" and settings.kernels != "torch" else 1
+
+
+def assign_cores(workers: int, threads: int, cores: Sequence[int]) -> list[tuple[int, ...]]:
+    """Cores of its own for each worker's threads, or none for all: with too few cores the scheduler shares better than a fixed map."""
+    if workers * threads > len(cores):
+        return [()] * workers
+    return [tuple(cores[i * threads : (i + 1) * threads]) for i in range(workers)]
 
 
 def _shared(settings: SuiteSettings, redis_url: str) -> dict[str, object]:

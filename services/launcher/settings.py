@@ -32,10 +32,8 @@ class SuiteSettings:
     quantization: str = setting("none", "int8: 8-bit weights and activations in the linears", choices=("none", "int8"))
     kernels: str = setting("auto", "what computes on CPUs; auto: native where a compiler is at hand", choices=("auto", "native", "torch"))
     device: str = setting("cpu", "torch device of the workers")
-    threads: int = setting(
-        1, "computing threads a worker; with 1, each worker has a core of its own as far as there are enough", unit="threads", minimum=1
-    )
-    pin: bool = setting(True, "pin single-threaded workers to cores")
+    threads: int = setting(0, "computing threads a worker; 0: the cores divided among the workers", unit="threads", minimum=0)
+    pin: bool = setting(True, "pin workers to cores of their own, if there are enough")
     kv_cache_mib: int = setting(256, "KV cache of each worker", unit="MiB", minimum=1)
     block_size: int = setting(16, "tokens a KV block; a power of two", unit="tokens", minimum=1, maximum=MAX_BLOCK_SIZE)
     max_num_batched_tokens: int = setting(256, "tokens a step computes at most: the chunk budget of prefill", unit="tokens", minimum=1)

@@ -180,6 +180,6 @@ def _engine_settings(settings: WorkerSettings) -> EngineSettings:
         max_context_tokens=settings.max_context_tokens,
         threads=settings.threads,
         cache_dir=cache_dir,
-        cpu=settings.cpu,
+        cpus=settings.pinned_cpus(),
         debug=settings.debug,
     )

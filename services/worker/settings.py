@@ -35,7 +35,7 @@ class WorkerSettings:
     max_num_seqs: int = setting(32, "sequences a step runs at most", unit="sequences")
     max_waiting: int = setting(128, "requests that may wait for pages; more are refused", unit="requests")
     threads: int = setting(1, "computing threads", unit="threads")
-    cpu: int = setting(-1, "core to pin the device thread to; -1: none")
+    cpus: str = setting("", "cores to pin the computing threads to, such as 0 or 0,1; empty: none")
     store_address: str = setting("", "host:port of the KV block store; empty: none")
     lease_ttl_s: float = setting(10.0, "life of a KV lease that nobody renews", unit="s", minimum=0.1)
     max_handles: int = setting(256, "KV handles held for others at once; more are refused", unit="handles", minimum=1)
@@ -50,8 +50,16 @@ class WorkerSettings:
     debug: bool = setting(False, "check the engine's invariants whenever it is idle")
 
     def __post_init__(self) -> None:
+        self.pinned_cpus()
         if self.registry_ttl_s < 2 * self.heartbeat_s:
             raise ConfigError(
                 f"--registry-ttl-s ({self.registry_ttl_s:g}) must be at least twice --heartbeat-s ({self.heartbeat_s:g}): "
                 "an entry must outlive a lost renewal"
             )
+
+    def pinned_cpus(self) -> tuple[int, ...]:
+        """`cpus` as numbers; raises `ConfigError`."""
+        names = [name.strip() for name in self.cpus.split(",")] if self.cpus else []
+        if not all(name.isdecimal() for name in names):
+            raise ConfigError(f"--cpus must be core numbers with commas between them, got {self.cpus!r}")
+        return tuple(map(int, names))

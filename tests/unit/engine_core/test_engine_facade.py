@@ -276,7 +276,7 @@ async def test_a_tokenizer_that_cannot_be_read_is_an_error_of_start(tmp_path: Pa
         {"max_num_seqs": 1000},
         {"block_size": 10},
         {"device": "nonsense"},
-        {"cpu": 1023},
+        {"cpus": (1023,)},
         {"threads": 0},
         {"num_pages": -1},
         {"num_pages": 1 << 46},
@@ -289,7 +289,7 @@ async def test_wrong_settings_are_errors_of_start(tiny_model: Path, changes: dic
 
 async def test_the_thread_is_pinned_when_asked(tiny_model: Path) -> None:
     cpu = min(os.sched_getaffinity(0))
-    engine = await Engine.start(settings(tiny_model, cpu=cpu))
+    engine = await Engine.start(settings(tiny_model, cpus=(cpu,)))
     try:
         thread = next(thread for thread in threading.enumerate() if thread.name == "kvrelay-engine")
         assert thread.native_id is not None and os.sched_getaffinity(thread.native_id) == {cpu}

@@ -56,14 +56,22 @@ def test_only_router_and_store_keep_their_port_over_a_restart() -> None:
 
 
 def test_each_worker_has_a_core_of_its_own_while_there_are_enough() -> None:
-    assert assign_cores(2, [0, 1, 4]) == [0, 1]
-    assert assign_cores(3, [0, 1]) == [-1, -1, -1]
-    assert assign_cores(1, []) == [-1]
+    assert assign_cores(2, 1, [0, 1, 4]) == [(0,), (1,)]
+    assert assign_cores(2, 2, [0, 1, 4, 5]) == [(0, 1), (4, 5)]
+    assert assign_cores(3, 1, [0, 1]) == [(), (), ()]
+    assert assign_cores(1, 1, []) == [()]
 
 
-def test_workers_of_several_threads_are_not_pinned() -> None:
-    specs = worker_processes(SuiteSettings(threads=2), REDIS, "", range(8))
-    assert all("--cpu=-1" in spec.flags for spec in specs)
+def test_the_cores_are_divided_among_the_workers() -> None:
+    def flags(cores: int, **changes: object) -> list[str]:
+        specs = worker_processes(SuiteSettings(**changes), REDIS, "", range(cores))
+        return [flag for flag in specs[-1].flags if flag.startswith(("--threads", "--cpus"))]
+
+    assert flags(8) == ["--threads=4", "--cpus=4,5,6,7"]
+    assert flags(2) == ["--threads=1", "--cpus=1"]
+    assert flags(1) == ["--threads=1"]
+    assert flags(8, threads=2, pin=False) == ["--threads=2"]
+    assert flags(8, kernels="torch") == ["--threads=1", "--cpus=1"], "torch's operators keep their bits with one thread"
 
 
 def test_split_without_prefill_workers_is_refused() -> None:
@@ -76,7 +84,7 @@ def test_split_without_prefill_workers_is_refused() -> None:
     [
         ("--lease-ttl-s=0.01", "0.1 or more"),
         ("--lease-ttl-s=nan", "0.1 or more, got nan"),
-        ("--threads=0", "1 or more"),
+        ("--threads=-1", "0 or more"),
         ("--max-waiting=0", "1 or more"),
         ("--block-size=24", "a power of two"),
         ("--block-size=1024", "from 1 to 512"),
