@@ -12,6 +12,8 @@ from services.engine.model_config import ModelConfig
 from services.engine.quantization import Int8Weight, quantize_rows
 from services.engine.weights import Matrix
 
+_EXACT_COLUMNS = 1024
+
 
 class Linear(Protocol):
     """`x @ weight.T + bias`, `[rows, in] -> [rows, out]`, in the activations' dtype; wants at least `rules.linear_rows` rows."""
@@ -56,29 +58,28 @@ class PackedLinear:
 
 
 class Int8Linear:
-    """Per token and group an exact integer sum, scaled and added up in float32 in ascending order of groups.
+    """Exact integer sums, then one float32 scale a token and one an output.
 
-    The integers are multiplied as float32, which holds them exactly: a group's sum stays below `64 * 127**2 < 2**24`.
+    The integers are multiplied as float32, which holds the sum of up to 1,024 products exactly: `1024 * 127**2 < 2**24`.
     """
 
-    __slots__ = ("_bias", "_group", "_scales", "_weight")
+    __slots__ = ("_bias", "_block", "_parts", "_scales")
 
     def __init__(self, weight: Int8Weight, bias: torch.Tensor | None) -> None:
-        rows, columns = weight.values.shape
-        self._group = weight.group
-        self._weight = weight.values.view(rows, columns // weight.group, weight.group).permute(1, 2, 0).float().contiguous()
-        """`[groups, group, out]`"""
-        self._scales = weight.scales.t().contiguous()
+        self._block = weight.block
+        self._parts = [part.float() for part in torch.split(weight.values, _EXACT_COLUMNS, dim=1)]
+        self._scales = weight.scales
         self._bias = bias
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        values, scales = quantize_rows(x, self._group)
-        grouped = values.view(len(x), -1, self._group).transpose(0, 1).float()
-        total = torch.zeros(len(x), self._weight.shape[2])
-        for number, (part, weight) in enumerate(zip(grouped, self._weight, strict=True)):
-            # Product, then sum, each rounded: a fused operation would round otherwise at the ends of vectors.
-            total += (part @ weight).mul_(scales[:, number : number + 1] * self._scales[number])
-        return total if self._bias is None else total + self._bias
+        values, scales = quantize_rows(x, self._block)
+        pieces = torch.split(values.float(), _EXACT_COLUMNS, dim=1)
+        sums = F.linear(pieces[0], self._parts[0]).int()
+        for piece, part in zip(pieces[1:], self._parts[1:], strict=True):
+            sums += F.linear(piece, part).int()
+        # Products and sums are rounded one by one: a fused operation would round otherwise at the ends of vectors.
+        product = sums.float().mul_(scales[:, None] * self._scales)
+        return product if self._bias is None else product + self._bias
 
 
 class RmsNorm:

@@ -64,14 +64,11 @@ class LlamaModel:
     """Llama, Qwen2, Qwen3 and Mistral. Owned by one thread."""
 
     def __init__(self, config: ModelConfig, weights: ModelWeights, options: ModelOptions) -> None:
-        """Takes over the weights, not quantized yet and of the options' dtype and device. `ConfigError` if the options do not fit them."""
+        """Takes over the weights, not quantized yet and of the options' dtype and device. `ConfigError` if the kernels cannot be had."""
         self.config = config
         self.options = options
         if options.quantization != "none":
-            try:
-                weights = quantize(weights)
-            except ValueError as error:
-                raise ConfigError(f"this model cannot be quantized: {error}") from error
+            weights = quantize(weights)
         self.decoder = choose_decoder(config, weights, options)
 
     @torch.inference_mode()

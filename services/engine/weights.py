@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from kvrelay.errors import ModelLoadError
 from services.engine.model_config import ModelConfig, read_json
-from services.engine.quantization import QUANTIZED, Int8Weight, group_of, quantize_weight
+from services.engine.quantization import QUANTIZED, Int8Weight, quantize_weight
 
 _DIGEST_BLOCK_BYTES = 4 << 20
 _INDEX_NAME = "model.safetensors.index.json"
@@ -114,10 +114,10 @@ def load_weights(folder: Path, config: ModelConfig, dtype: torch.dtype, device: 
 
 
 def quantize(weights: ModelWeights) -> ModelWeights:
-    """The same model with int8 linears (`quantization.QUANTIZED`); `ValueError` if their widths don't allow it. Blocks."""
+    """The same model with int8 linears (`quantization.QUANTIZED`). Blocks."""
 
     def quantized(name: str, weight: Matrix) -> Matrix:
-        return quantize_weight(weight, group_of(weight.shape[1])) if name in QUANTIZED and isinstance(weight, torch.Tensor) else weight
+        return quantize_weight(weight) if name in QUANTIZED and isinstance(weight, torch.Tensor) else weight
 
     layers = tuple(
         replace(
