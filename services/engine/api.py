@@ -7,9 +7,11 @@ facade on the event loop. A request's life:
                   │
                   └─ without hold it runs on at once
 
-Pages stay reserved from `Admitted` until `release`, whatever happens in between: that is the only way to free them, so no
-reader or writer of a request's pages can ever meet another request's bytes. Finished full blocks are published to the prefix
-cache after the step that computed them (or at `resume` for imported ones), never before.
+Pages of a held request, and of one with `prefill_only`, stay reserved from `Admitted` until `resume` and `release`: no reader or
+writer of them can ever meet another request's bytes. The pages of one that generates belong to the engine once it runs: they grow
+with the answer, and when they run out the newest request loses its own and computes them again. Nobody hears of that: its events
+pause. Finished full blocks are published to the prefix cache after the step that computed them (or at `resume` for imported
+ones), never before.
 """
 
 from __future__ import annotations
@@ -35,14 +37,14 @@ class EngineRequest:
     stop: StopConditions = field(default_factory=StopConditions)
     cache_salt: str = ""
     prefill_only: bool = False
-    """Compute the prompt, draw token 0, finish. Pages are reserved for the prompt only."""
+    """Compute the prompt, draw token 0, finish. Its pages may be read until the release."""
     hold: bool = False
     """After `Admitted`, wait for `resume`: somebody imports KV into the reserved pages first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """Pages are reserved."""
+    """The prompt's pages are reserved, for the first time."""
 
     pages: Sequence[int]
     """Physical pages of the prompt's blocks, in order, shared cached ones first. Those of blocks before
@@ -53,7 +55,7 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class PrefillProgress:
-    """A step computed a chunk of the prompt; KV of tokens [0, computed_tokens) is in the pages."""
+    """A step computed a chunk of the prompt, for the first time; KV of tokens [0, computed_tokens) is in the pages."""
 
     computed_tokens: int
     started_ns: int
@@ -105,6 +107,8 @@ class EngineLoad:
     cached_pages: int = 0
     """Pages that only the prefix cache holds: evictable."""
     held_pages: int = 0
+    claimed_pages: int = 0
+    """Pages that admitted requests do not have yet and may need for their answers: with more claims than pages, some will wait."""
 
 
 @dataclass(frozen=True, slots=True)

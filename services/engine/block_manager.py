@@ -1,4 +1,4 @@
-"""Which page belongs to whom: reservations, reference counts and the prefix cache. Pure; every operation is O(blocks it touches).
+"""Which page belongs to whom: reservations, growth, reference counts and the prefix cache. Pure; every operation is O(blocks it touches).
 
 A page is in exactly one state: *free*, *held* (some live sequence's) or *cached* (a finished block that no live sequence uses,
 evictable). Finished full blocks form a forest: a block's parent is the block before it in its prompt. Three rules keep the
@@ -41,13 +41,14 @@ class CachedBlock:
 class BlockTable:
     """One sequence's pages, in order of its blocks, and the chain of finished blocks they begin with."""
 
-    __slots__ = ("chain", "digests", "pages", "prompt_ids", "publishing", "salt", "shared")
+    __slots__ = ("chain", "digests", "pages", "publishing", "salt", "shared", "token_ids")
 
-    def __init__(self, prompt_ids: Sequence[int], salt: str, digests: list[bytes]) -> None:
-        self.prompt_ids = prompt_ids
+    def __init__(self, token_ids: tuple[int, ...], salt: str, digests: list[bytes]) -> None:
+        self.token_ids = token_ids
+        """Those known when the table was opened: the prompt, and of a preempted sequence the answer so far."""
         self.salt = salt
         self.digests = digests
-        """Hashes of the prompt's full blocks."""
+        """Hashes of the full blocks of `token_ids`."""
         self.pages: list[int] = []
         self.chain: list[CachedBlock] = []
         """Published blocks, each referenced by this table. `chain[i].page` differs from `pages[i]` where another sequence
@@ -119,6 +120,11 @@ class BlockManager:
         return len(self._evictable)
 
     @property
+    def available_pages(self) -> int:
+        """Pages that a reservation can have: free ones, and cached ones by eviction."""
+        return len(self._free) + len(self._evictable)
+
+    @property
     def held_pages(self) -> int:
         return self.num_pages - len(self._free) - len(self._evictable)
 
@@ -126,41 +132,48 @@ class BlockManager:
         """Blocks, the last perhaps partial, that hold `tokens` tokens."""
         return -(-tokens // self.block_size)
 
-    def open(self, prompt_ids: Sequence[int], salt: str = "") -> BlockTable:
-        """A table without pages for a new sequence; hashes its prompt once."""
+    def open(self, token_ids: Sequence[int], salt: str = "") -> BlockTable:
+        """A table without pages for a sequence that begins with `token_ids`; hashes them once."""
         digests: list[bytes] = []
         parent = hashing.root_hash(self._fingerprint, salt)
-        for start in range(0, len(prompt_ids) - self.block_size + 1, self.block_size):
-            parent = self._hash(parent, prompt_ids[start : start + self.block_size])
+        for start in range(0, len(token_ids) - self.block_size + 1, self.block_size):
+            parent = self._hash(parent, token_ids[start : start + self.block_size])
             digests.append(parent)
-        return BlockTable(prompt_ids, salt, digests)
+        return BlockTable(tuple(token_ids), salt, digests)
 
     def match(self, table: BlockTable) -> list[CachedBlock]:
-        """The longest cached chain the prompt begins with. Never the whole prompt: its last token is always computed."""
+        """The longest cached chain the table's tokens begin with. Never all of them: the last token is always computed."""
         found: list[CachedBlock] = []
         parent: CachedBlock | None = None
-        for index in range((len(table.prompt_ids) - 1) // self.block_size):
+        for index in range((len(table.token_ids) - 1) // self.block_size):
             block = self._blocks.get(table.digests[index])
-            if block is None or not self._is(block, parent, table.salt, self._block_ids(table.prompt_ids, index)):
+            if block is None or not self._is(block, parent, table.salt, self._block_ids(table.token_ids, index)):
                 break
             found.append(block)
             parent = block
         return found
 
-    def reserve(self, table: BlockTable, total_tokens: int) -> bool:
-        """Gives the table pages for `total_tokens` tokens, cached ones first; all, or (False) none and nothing changes."""
+    def reserve(self, table: BlockTable, spare_pages: int = 0) -> bool:
+        """Gives the table pages for its tokens, cached ones first, and leaves `spare_pages` to others; all, or (False) nothing changes."""
         assert not table.pages, "a table is reserved once"
         matched = self.match(table)
-        wanted = self.blocks_for(total_tokens) - len(matched)
-        assert wanted >= 0, "fewer tokens than the prompt has"
+        wanted = self.blocks_for(len(table.token_ids)) - len(matched)
         idle = sum(1 for block in matched if block.refs == 0)
-        if wanted > len(self._free) + len(self._evictable) - idle:
+        if wanted + spare_pages > self.available_pages - idle:
             return False
         for block in matched:
             self._reference(block)
         table.chain = matched
         table.shared = len(matched)
         table.pages = [block.page for block in matched]
+        table.pages.extend(self._take_page() for _ in range(wanted))
+        return True
+
+    def grow(self, table: BlockTable, tokens: int) -> bool:
+        """Sees to it that a reserved table has pages for `tokens` tokens; all, or (False) nothing changes."""
+        wanted = self.blocks_for(tokens) - len(table.pages)
+        if wanted > self.available_pages:
+            return False
         table.pages.extend(self._take_page() for _ in range(wanted))
         return True
 

@@ -26,8 +26,9 @@ from services.engine.api import (
 )
 from services.engine.block_manager import BlockManager
 from services.engine.detokenizer import AnswerText, TokenBytes
-from services.engine.scheduler import Chunk, Scheduler, SchedulerLimits
+from services.engine.scheduler import Scheduler, SchedulerLimits, StepPlan
 from services.engine.sequence import Phase, SequenceState
+from services.engine.step_cost import StepCostLearner
 from services.engine.validation import RequestLimits
 from services.runtime.offloop import assert_off_loop
 
@@ -92,11 +93,13 @@ class EngineCore:
         scheduling: SchedulerLimits,
         limits: RequestLimits,
         eos_ids: Collection[int],
+        cost: StepCostLearner | None = None,
     ) -> None:
         self._model = model
         self._token_bytes = token_bytes
         self._blocks = blocks
-        self._scheduler = Scheduler(scheduling, blocks)
+        self._scheduler = Scheduler(scheduling, blocks, cost)
+        self._cost = cost
         self._limits = limits
         self._eos_ids = frozenset(eos_ids)
         self._live: dict[str, SequenceState] = {}
@@ -156,18 +159,18 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether a step would do something."""
-        return bool(self._pending or self._scheduler.running or self._scheduler.can_admit)
+        return bool(self._pending or self._scheduler.can_run or self._scheduler.can_admit)
 
     def step(self, clock: Clock) -> list[tuple[str, EngineEvent]]:
         """One step; the events it caused, in order. Errors of a request are its `Failed` event; nothing is raised for them."""
         events, self._pending = self._pending, []
         for sequence in self._scheduler.admit():
-            sequence.admitted_ns = clock()
-            pages = sequence.table.pages[: self._blocks.blocks_for(sequence.prompt_tokens)]
-            events.append((sequence.request_id, Admitted(tuple(pages), sequence.cached_tokens)))
-        chunks = self._scheduler.plan()
-        if chunks:
-            self._compute(chunks, clock, events)
+            if not sequence.preemptions:
+                sequence.admitted_ns = clock()
+                events.append((sequence.request_id, Admitted(tuple(sequence.table.pages), sequence.cached_tokens)))
+        plan = self._scheduler.plan()
+        if plan.chunks:
+            self._compute(plan, clock, events)
         return events
 
     def load(self) -> EngineLoad:
@@ -183,6 +186,7 @@ class EngineCore:
             free_pages=blocks.free_pages,
             cached_pages=blocks.cached_pages,
             held_pages=blocks.held_pages,
+            claimed_pages=sum(max(0, blocks.blocks_for(each.kv_tokens) - len(each.table.pages)) for each in admitted),
         )
 
     def take_block_changes(self) -> BlockChanges:
@@ -193,11 +197,12 @@ class EngineCore:
         """Raises AssertionError unless every page and every reference is explained by the live requests."""
         self._blocks.check_integrity(sequence.table for sequence in self._live.values())
         for sequence in self._live.values():
-            assert bool(sequence.table.pages) or sequence.phase in (Phase.WAITING, Phase.FINISHED), "a running request without pages"
+            if sequence.phase is not Phase.FINISHED:
+                assert bool(sequence.table.pages) != (sequence.phase is Phase.WAITING), "pages without a turn, or a turn without pages"
             assert sequence.computed <= len(sequence.table.pages) * self._blocks.block_size, "more KV than pages"
 
-    def _compute(self, chunks: list[Chunk], clock: Clock, events: list[tuple[str, EngineEvent]]) -> None:
-        started = clock()
+    def _compute(self, plan: StepPlan, clock: Clock, events: list[tuple[str, EngineEvent]]) -> None:
+        started, chunks = clock(), plan.chunks
         for chunk in chunks:
             chunk.sequence.mark_step(started)
         entries = [StepEntry(c.sequence.token_ids[c.start : c.end], c.start, c.sequence.table.pages, c.draws) for c in chunks]
@@ -213,10 +218,13 @@ class EngineCore:
         for chunk in chunks:
             sequence = chunk.sequence
             sequence.computed = chunk.end
-            if sequence.phase is Phase.PREFILLING:
+            if not sequence.output_ids and chunk.end > sequence.reported_tokens:
+                sequence.reported_tokens = chunk.end
                 events.append((sequence.request_id, PrefillProgress(chunk.end, started, ended, batch_tokens)))
             if not chunk.draws or self._draw(sequence, next(rows), clock, events):
                 self._publish(sequence)
+        if self._cost is not None:
+            self._cost.observe(plan.shape, (clock() - started) / 1e9)
 
     def _draw(self, sequence: SequenceState, row: Any, clock: Clock, events: list[tuple[str, EngineEvent]]) -> bool:
         """Draws the next token; False if that failed (then the KV behind it is not trusted either)."""
@@ -241,6 +249,7 @@ class EngineCore:
         now = sequence.end_ns = clock()
         if index == 0:
             sequence.prefill_end_ns = now
+        if sequence.phase is Phase.PREFILLING:
             sequence.move(Phase.DECODING)
         top = tuple(TokenLogprob(token_id, logprob) for token_id, logprob in drawn.top)
         token = Token(index, drawn.token_id, text, drawn.logprob, top)

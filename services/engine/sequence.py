@@ -14,7 +14,7 @@ class Phase(enum.Enum):
     """Where a request is in its life."""
 
     WAITING = "waiting"
-    """No pages yet."""
+    """No pages: not admitted yet, or preempted."""
     HELD = "held"
     """Pages reserved; somebody imports KV into them."""
     PREFILLING = "prefilling"
@@ -26,8 +26,8 @@ class Phase(enum.Enum):
 _NEXT = {
     Phase.WAITING: {Phase.HELD, Phase.PREFILLING, Phase.FINISHED},
     Phase.HELD: {Phase.PREFILLING, Phase.DECODING, Phase.FINISHED},
-    Phase.PREFILLING: {Phase.DECODING, Phase.FINISHED},
-    Phase.DECODING: {Phase.FINISHED},
+    Phase.PREFILLING: {Phase.WAITING, Phase.DECODING, Phase.FINISHED},
+    Phase.DECODING: {Phase.WAITING, Phase.FINISHED},
     Phase.FINISHED: set(),
 }
 
@@ -36,9 +36,9 @@ class SequenceState:
     """State of one request. Created waiting; only `move` changes the phase."""
 
     __slots__ = (
-        "admitted_ns", "answer", "cached_tokens", "computed", "decode_start_ns", "end_ids", "end_ns", "imported_tokens", "kv_ready_ns",
-        "output_ids", "phase", "prefill_end_ns", "prefill_start_ns", "prompt_tokens", "received_ns", "request", "request_id", "table",
-        "token_ids",
+        "admitted_ns", "answer", "arrival", "cached_tokens", "computed", "decode_start_ns", "end_ids", "end_ns", "imported_tokens",
+        "kv_ready_ns", "output_ids", "phase", "preemptions", "prefill_end_ns", "prefill_start_ns", "prompt_tokens", "received_ns",
+        "reported_tokens", "request", "request_id", "table", "token_ids", "work_before",
     )  # fmt: skip
 
     def __init__(self, request: EngineRequest, table: BlockTable, answer: AnswerText, eos_ids: frozenset[int], received_ns: int) -> None:
@@ -51,10 +51,18 @@ class SequenceState:
         self.phase = Phase.WAITING
         self.prompt_tokens = len(request.token_ids)
         self.token_ids = list(request.token_ids)
-        """Prompt and answer."""
+        """Prompt and answer. While it prefills all of them are to be computed, while it decodes the last one."""
         self.output_ids: list[int] = []
         self.computed = 0
         """KV of tokens [0, computed) is in the pages."""
+        self.reported_tokens = 0
+        """Prompt tokens that a `PrefillProgress` has told of: what is computed again after a preemption is not told again."""
+        self.preemptions = 0
+        """How often its pages were taken away."""
+        self.arrival = 0
+        """Its number in order of arrival, given by the scheduler: the smaller, the older."""
+        self.work_before = 0
+        """Prompt tokens the scheduler had planned when it arrived."""
         self.cached_tokens = 0
         """Leading prompt tokens found in the own prefix cache."""
         self.imported_tokens = 0
@@ -68,14 +76,19 @@ class SequenceState:
         self.phase = phase
 
     @property
-    def reserved_tokens(self) -> int:
-        """Tokens whose KV this request may need: the last token drawn is never fed back."""
+    def kv_tokens(self) -> int:
+        """Tokens whose KV this request may need in the end: the last token drawn is never fed back."""
         return self.prompt_tokens if self.request.prefill_only else self.prompt_tokens + self.request.stop.max_tokens - 1
 
     @property
+    def preemptible(self) -> bool:
+        """Whether its pages may be taken away. Those of a prompt computed for others may be read at any moment."""
+        return not self.request.prefill_only and self.phase in (Phase.PREFILLING, Phase.DECODING)
+
+    @property
     def prefill_left(self) -> int:
-        """Prompt tokens still to compute."""
-        return max(0, self.prompt_tokens - self.computed) if self.phase in (Phase.WAITING, Phase.PREFILLING) else 0
+        """Tokens to compute before the next one can be drawn, unless it decodes; those of a preempted answer among them."""
+        return len(self.token_ids) - self.computed if self.phase in (Phase.WAITING, Phase.PREFILLING) else 0
 
     @property
     def decode_left(self) -> int:
@@ -104,11 +117,11 @@ class SequenceState:
         return text + rest, FinishReason.STOP if stopped else FinishReason.LENGTH
 
     def mark_step(self, started_ns: int) -> None:
-        """Notes the first step of a phase; `started_ns` is when the step began."""
-        if self.phase is Phase.PREFILLING:
-            self.prefill_start_ns = self.prefill_start_ns or started_ns
-        else:
+        """Notes the first step towards the first token, and towards the second; `started_ns` is when the step began."""
+        if self.output_ids:
             self.decode_start_ns = self.decode_start_ns or started_ns
+        else:
+            self.prefill_start_ns = self.prefill_start_ns or started_ns
 
     def usage(self) -> Usage:
         cached = max(self.cached_tokens, self.imported_tokens)

@@ -25,11 +25,10 @@ def weak_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
 class Live:
     """One sequence of the model."""
 
-    def __init__(self, table: BlockTable, tokens: list[int], salt: str, capacity: int) -> None:
+    def __init__(self, table: BlockTable, tokens: list[int], salt: str) -> None:
         self.table = table
         self.tokens = tokens
         self.salt = salt
-        self.capacity = capacity
         self.computed = table.shared * BLOCK
 
     def content(self, index: int) -> Content:
@@ -52,31 +51,38 @@ class BlockManagerMachine(RuleBasedStateMachine):
     @rule(
         prompt=st.lists(st.integers(0, 1), min_size=1, max_size=12),
         salt=st.sampled_from(["", "x"]),
-        answer=st.integers(0, 6),
+        spare=st.integers(0, 3),
     )
-    def reserve(self, prompt: list[int], salt: str, answer: int) -> None:
+    def reserve(self, prompt: list[int], salt: str, spare: int) -> None:
         table = self.blocks.open(prompt, salt)
-        wanted = self.blocks.blocks_for(len(prompt) + answer)
+        wanted = self.blocks.blocks_for(len(prompt))
         matched = self.blocks.match(table)
         idle = sum(1 for block in matched if block.refs == 0)
-        fits = wanted - len(matched) <= self.blocks.free_pages + self.blocks.cached_pages - idle
+        fits = wanted - len(matched) + spare <= self.blocks.free_pages + self.blocks.cached_pages - idle
         before = (self.blocks.free_pages, self.blocks.cached_pages)
-        assert self.blocks.reserve(table, len(prompt) + answer) == fits
+        assert self.blocks.reserve(table, spare) == fits
         if not fits:
             assert before == (self.blocks.free_pages, self.blocks.cached_pages)
             return
         assert len(table.pages) == wanted and len(set(table.pages)) == wanted
         assert table.shared * BLOCK < len(prompt)
-        sequence = Live(table, list(prompt), salt, len(prompt) + answer)
+        self._begin(Live(table, list(prompt), salt))
+
+    def _begin(self, sequence: Live) -> None:
+        table = sequence.table
         for index in range(table.shared):
             assert self.pages[table.pages[index]] == sequence.content(index), "a hit on another prompt's KV"
         if self.exact:
             self._check_longest(sequence)
-        others = {page for each in self.live for page in each.table.pages}
-        assert not others & set(table.pages[table.shared :]), "a page for two writers"
-        for page in table.pages[table.shared :]:
-            self.pages[page] = None
+        self._take(table, table.shared)
         self.live.append(sequence)
+
+    def _take(self, table: BlockTable, first: int) -> None:
+        """Pages that one sequence is to write: nobody else's, and whatever was in them is worth nothing from now on."""
+        others = {page for each in self.live if each.table is not table for page in each.table.pages}
+        assert not others & set(table.pages[first:]), "a page for two writers"
+        for page in table.pages[first:]:
+            self.pages[page] = None
 
     def _check_longest(self, sequence: Live) -> None:
         self._take_changes()
@@ -89,9 +95,17 @@ class BlockManagerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.live)
     @rule(data=st.data(), count=st.integers(1, 5))
     def compute(self, data: st.DataObject, count: int) -> None:
-        """A step: tokens are fed, blocks are written, then published."""
+        """A step: the table grows if it must, tokens are fed, blocks are written, then published."""
         sequence = data.draw(st.sampled_from(self.live))
-        end = min(sequence.computed + count, sequence.capacity)
+        end = sequence.computed + count
+        had, available = list(sequence.table.pages), self.blocks.available_pages
+        more = max(0, self.blocks.blocks_for(end) - len(had))
+        assert self.blocks.grow(sequence.table, end) == (more <= available)
+        if more > available:
+            assert sequence.table.pages == had and self.blocks.available_pages == available
+            return
+        assert sequence.table.pages[: len(had)] == had and len(sequence.table.pages) == len(had) + more
+        self._take(sequence.table, len(had))
         while len(sequence.tokens) < end:
             sequence.tokens.append(data.draw(st.integers(0, 1)))
         for index in range(sequence.computed // BLOCK, end // BLOCK):
@@ -105,6 +119,17 @@ class BlockManagerMachine(RuleBasedStateMachine):
         sequence = data.draw(st.sampled_from(self.live))
         self.live.remove(sequence)
         self.blocks.free(sequence.table)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def preempt(self, data: st.DataObject) -> None:
+        """Pages are taken away; with all its tokens, the answer's among them, the sequence begins again, if there is room."""
+        sequence = data.draw(st.sampled_from(self.live))
+        self.live.remove(sequence)
+        self.blocks.free(sequence.table)
+        table = self.blocks.open(sequence.tokens, sequence.salt)
+        if self.blocks.reserve(table):
+            self._begin(Live(table, sequence.tokens, sequence.salt))
 
     @rule()
     def _take_changes(self) -> None:

@@ -14,7 +14,8 @@ from services.engine.api import EngineEvent, EngineRequest
 from services.engine.block_manager import BlockManager
 from services.engine.core import EngineCore, StepEntry
 from services.engine.detokenizer import TokenBytes
-from services.engine.scheduler import SchedulerLimits
+from services.engine.scheduler import SchedulerLimits, StepPlan
+from services.engine.step_cost import StepCostLearner, StepShape
 from services.engine.validation import RequestLimits
 
 FINGERPRINT = b"f" * 32
@@ -110,6 +111,21 @@ def draw(tokens: Sequence[int], seed: int) -> int:
     return EOS if value % 31 == 0 else 1 + value % (VOCAB_SIZE - 1)
 
 
+@dataclass
+class LinearCost:
+    """Milliseconds: a token costs 1, a position seen 0.05. Notes what it is told."""
+
+    known: bool = True
+    observed: list[tuple[StepShape, float]] = field(default_factory=list)
+
+    def predict_s(self, shape: StepShape) -> float | None:
+        positions = shape.prefill_context + shape.decode_context
+        return (shape.prefill_tokens + shape.decode_seqs + 0.05 * positions) / 1e3 if self.known else None
+
+    def observe(self, shape: StepShape, seconds: float) -> None:
+        self.observed.append((shape, seconds))
+
+
 def expected_answer(request: EngineRequest) -> list[int]:
     """The answer a request must get, whoever else is there: ids up to its end (stop strings not considered)."""
     ends = {*request.stop.token_ids} | (set() if request.stop.ignore_eos else {EOS})
@@ -134,6 +150,11 @@ class Bench:
     max_num_seqs: int = 8
     max_waiting: int = 16
     max_context_tokens: int = 512
+    policy: str = "chunked"
+    tbt_objective_ms: float = 0.0
+    prefill_order: str = "fcfs"
+    cost: StepCostLearner | None = None
+    plans: list[StepPlan] = field(default_factory=list)
     events: dict[str, list[EngineEvent]] = field(default_factory=dict)
     order: list[tuple[str, str]] = field(default_factory=list)
 
@@ -144,11 +165,21 @@ class Bench:
             self.model,
             byte_tokens(),
             self.blocks,
-            SchedulerLimits(self.max_num_batched_tokens, self.max_num_seqs, self.max_waiting),
+            SchedulerLimits(
+                self.max_num_batched_tokens, self.max_num_seqs, self.max_waiting, self.policy, self.tbt_objective_ms, self.prefill_order
+            ),
             RequestLimits(VOCAB_SIZE, self.max_context_tokens, self.num_pages * self.block_size),
             [EOS],
+            self.cost,
         )
+        self.scheduler = self.core._scheduler
+        self._plan = self.scheduler.plan
+        self.scheduler.plan = self._noted_plan  # type: ignore[method-assign]
         self._now = 0
+
+    def _noted_plan(self) -> StepPlan:
+        self.plans.append(self._plan())
+        return self.plans[-1]
 
     def clock(self) -> int:
         self._now += 1

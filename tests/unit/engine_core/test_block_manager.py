@@ -16,7 +16,7 @@ def manager(num_pages: int = 8, **kwargs: object) -> BlockManager:
 def held(blocks: BlockManager, prompt: list[int], total: int | None = None, salt: str = "", computed: int | None = None) -> BlockTable:
     """A reserved table whose KV is computed and published up to `computed` tokens (all, unless told)."""
     table = blocks.open(prompt, salt)
-    assert blocks.reserve(table, total or len(prompt))
+    assert blocks.reserve(table) and blocks.grow(table, total or len(prompt))
     blocks.publish(table, prompt, len(prompt) if computed is None else computed)
     return table
 
@@ -29,7 +29,7 @@ def test_a_published_prefix_is_found_by_the_next_prompt_and_its_pages_are_shared
     blocks = manager()
     first = held(blocks, [*range(10)])
     second = blocks.open([*range(8), 90, 91])
-    assert blocks.reserve(second, 10)
+    assert blocks.reserve(second)
     assert second.shared == 2 and second.pages[:2] == first.pages[:2] and second.pages[2] != first.pages[2]
     blocks.check_integrity([first, second])
 
@@ -75,20 +75,51 @@ def test_a_reservation_that_does_not_fit_changes_nothing() -> None:
     first = held(blocks, [*range(8)])
     blocks.free(first)
     free, cached = blocks.free_pages, blocks.cached_pages
-    table = blocks.open([*range(9)])
-    assert not blocks.reserve(table, 17)
+    table = blocks.open([*range(17)])
+    assert not blocks.reserve(table)
     assert (blocks.free_pages, blocks.cached_pages, table.pages) == (free, cached, [])
-    assert blocks.reserve(table, 16) and table.shared == 2
+    table = blocks.open([*range(16)])
+    assert blocks.reserve(table) and table.shared == 2
     blocks.check_integrity([table])
+
+
+def test_a_table_grows_by_free_pages_then_by_evicting_and_then_not_at_all() -> None:
+    blocks = manager(num_pages=4)
+    blocks.free(held(blocks, [90, 91, 92, 93]))
+    table = held(blocks, [*range(8)])
+    assert blocks.grow(table, 8) and len(table.pages) == 2, "it has pages for these"
+    assert blocks.grow(table, 9) and (blocks.free_pages, blocks.cached_pages) == (0, 1)
+    assert not blocks.grow(table, 17) and len(table.pages) == 3, "all or nothing"
+    assert blocks.grow(table, 13) and blocks.cached_pages == 0
+    assert not blocks.grow(table, 17)
+    blocks.check_integrity([table])
+
+
+def test_pages_that_are_to_stay_for_others_are_not_given_away() -> None:
+    blocks = manager(num_pages=4)
+    blocks.free(held(blocks, [*range(8)]))
+    table = blocks.open([*range(12)])
+    assert not blocks.reserve(table, spare_pages=2)
+    assert blocks.reserve(table, spare_pages=1) and table.shared == 2
+
+
+def test_a_sequence_that_lost_its_pages_finds_its_answer_in_the_cache_too() -> None:
+    blocks = manager()
+    table = held(blocks, [0, 1, 2], total=11)
+    tokens = [*range(11)]
+    blocks.publish(table, tokens, 10)
+    blocks.free(table)
+    again = blocks.open(tokens)
+    assert blocks.reserve(again) and again.shared == 2 and len(again.pages) == 3
 
 
 def test_matched_pages_are_not_counted_as_room_for_the_rest() -> None:
     blocks = manager(num_pages=4)
     blocks.free(held(blocks, [*range(16)]))
     # All four pages are evictable; three are matched, so only one is left to take: five blocks cannot fit.
-    assert not blocks.reserve(blocks.open([*range(13)]), 20)
+    assert not blocks.reserve(blocks.open([*range(12), *range(50, 58)]))
     table = blocks.open([*range(13)])
-    assert blocks.reserve(table, 16) and table.shared == 3
+    assert blocks.reserve(table) and table.shared == 3
 
 
 def test_eviction_takes_tails_before_heads_and_the_least_recently_used_first() -> None:
@@ -105,7 +136,7 @@ def test_a_block_computed_twice_is_cached_once_and_lives_while_either_needs_it()
     blocks = manager()
     prompt = [*range(8)]
     first, second = blocks.open([*prompt, 80]), blocks.open([*prompt, 90])
-    assert blocks.reserve(first, 9) and blocks.reserve(second, 9)
+    assert blocks.reserve(first) and blocks.reserve(second)
     blocks.publish(first, [*prompt, 80], 9)
     blocks.publish(second, [*prompt, 90], 9)
     assert len(blocks.changes.take().stored) == 2 and not {*first.pages} & {*second.pages}

@@ -283,7 +283,7 @@ class TestHolds:
         bench.add(request("held", 10, hold=True))
         bench.add(request("other", [50], max_tokens=2))
         bench.run()
-        assert bench.core.load().held_pages == 4 + 1 and bench.core.load().running == 1
+        assert bench.core.load().held_pages == 3 + 1 and bench.core.load().running == 1
         assert isinstance(outcome(bench, "other"), Finished) and len(bench.events["held"]) == 1
 
     @pytest.mark.parametrize("imported", [0, 4, 6, 8, 12, 13])
