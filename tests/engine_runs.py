@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import pytest
 import torch
 
 from services.engine.decoder import ForwardEntry
 from services.engine.kv_pool import KvPool
 from services.engine.model import LlamaModel, ModelOptions
+from services.engine.native.build import COMPILERS
 
 MODES = {
     "float32": ModelOptions(torch.float32, torch.float32),
     "bfloat16": ModelOptions(),
     "int8": ModelOptions(quantization="int8"),
 }
-"""The ways a model is computed, whose answers must each keep their bits."""
+"""What a model is kept in; the answers of each must keep their bits."""
+
+_NO_COMPILER = pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="native kernels need a C++ compiler")
+KERNELS = [pytest.param("native", marks=_NO_COMPILER), "torch"]
+"""What computes it."""
+
+
+def options(mode: str, kernels: str) -> ModelOptions:
+    """For `MODES` and `KERNELS`."""
+    return replace(MODES[mode], kernels=kernels)
 
 
 @dataclass(slots=True)

@@ -22,7 +22,7 @@ from services.engine.kv_pool import KvPool
 from services.engine.model import LlamaModel, load_model
 from services.engine.scheduler import SchedulerLimits
 from services.engine.validation import RequestLimits
-from tests.engine_runs import MODES
+from tests.engine_runs import KERNELS, MODES, options
 from tests.tiny_models import FAMILIES, write_tiny_model
 
 Event = TypeVar("Event")
@@ -151,9 +151,12 @@ def split_answers(prefill: Worker, decode: Worker, requests: list[EngineRequest]
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_answer_keeps_its_bits_alone_batched_chunked_cached_and_split(folders: dict[str, Path], family: str, mode: str) -> None:
-    model = load_model(folders[family], MODES[mode])
+def test_an_answer_keeps_its_bits_alone_batched_chunked_cached_and_split(
+    folders: dict[str, Path], family: str, kernels: str, mode: str
+) -> None:
+    model = load_model(folders[family], options(mode, kernels))
     requests = random_requests(FAMILIES.index(family), 16)
 
     def worker(budget: int) -> Worker:
@@ -174,8 +177,9 @@ def test_an_answer_keeps_its_bits_alone_batched_chunked_cached_and_split(folders
     assert any(len(answer) > 1 for answer in alone) and len({token.token_id for answer in alone for token in answer}) > 20
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_fp32_is_what_transformers_generates(folders: dict[str, Path], family: str) -> None:
+def test_greedy_fp32_is_what_transformers_generates(folders: dict[str, Path], family: str, kernels: str) -> None:
     transformers = pytest.importorskip("transformers")
     reference = transformers.AutoModelForCausalLM.from_pretrained(folders[family], dtype=torch.float32).eval()
     script = random.Random(5)
@@ -188,7 +192,7 @@ def test_greedy_fp32_is_what_transformers_generates(folders: dict[str, Path], fa
             out = reference.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=10, do_sample=False)
         wanted.append(out[0, len(prompt) :].tolist())
     requests = [EngineRequest(f"r{index}", prompt, stop=StopConditions(max_tokens=10)) for index, prompt in enumerate(prompts)]
-    worker = Worker(load_model(folders[family], MODES["float32"]), folders[family], budget=64)
+    worker = Worker(load_model(folders[family], options("float32", kernels)), folders[family], budget=64)
     for state in ("cold", "warm"):
         got = [[token.token_id for token in answer] for answer in worker.answers(requests)]
         assert got == wanted, state

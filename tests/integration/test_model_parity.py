@@ -14,7 +14,7 @@ import torch
 
 from services.engine.demo_model import default_cache_dir, ensure_demo_model
 from services.engine.model import LlamaModel, load_model
-from tests.engine_runs import MODES, PagedRun, PagedSequence, random_ids
+from tests.engine_runs import KERNELS, MODES, PagedRun, PagedSequence, options, random_ids
 from tests.tiny_models import FAMILIES, write_tiny_model
 
 transformers = pytest.importorskip("transformers")
@@ -44,7 +44,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "llama-linear": ("llama", {"rope_scaling": {"type": "linear", "factor": 2.5}}),
     "llama-new-spelling": ("llama", {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 50_000.0}}),
-    "llama-multi-query": ("llama", {"num_key_value_heads": 1, "head_dim": 24}),
+    "llama-multi-query": ("llama", {"num_key_value_heads": 1, "head_dim": 48}),
     "mistral-no-window": ("mistral", {"sliding_window": None}),
     "qwen2-windows": ("qwen2", {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}),
     "qwen3-wide-heads": ("qwen3", {"head_dim": 32, "num_hidden_layers": 3}),
@@ -79,11 +79,12 @@ def assert_matches(reference: Any, sequence: PagedSequence, prompt_tokens: int, 
         assert row.max() - row[sequence.token_ids[position]] < tolerance, f"another token at {position}"
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_family_gives_transformers_logits_and_tokens(tmp_path: Path, variant: str) -> None:
+def test_every_family_gives_transformers_logits_and_tokens(tmp_path: Path, variant: str, kernels: str) -> None:
     family, overrides = VARIANTS[variant]
     folder = write_tiny_model(tmp_path, family, seed=len(variant), **overrides)
-    model, reference = load_model(folder, MODES["float32"]), reference_model(folder)
+    model, reference = load_model(folder, options("float32", kernels)), reference_model(folder)
     rng = random.Random(variant)
     for number in range(PROMPTS // 4):
         ids = random_ids(rng.choice((1, 2, rng.randint(3, 90), rng.randint(90, 300))), 300, seed=number)
@@ -93,10 +94,11 @@ def test_every_family_gives_transformers_logits_and_tokens(tmp_path: Path, varia
         assert_matches(reference, sequence, len(ids))
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_eight_at_a_time_give_transformers_logits_and_tokens(tmp_path: Path, family: str) -> None:
+def test_eight_at_a_time_give_transformers_logits_and_tokens(tmp_path: Path, family: str, kernels: str) -> None:
     folder = write_tiny_model(tmp_path, family, seed=11)
-    model, reference = load_model(folder, MODES["float32"]), reference_model(folder)
+    model, reference = load_model(folder, options("float32", kernels)), reference_model(folder)
     for number in range(PROMPTS // 8):
         rng = random.Random(number)
         run = PagedRun(model, seed=number)

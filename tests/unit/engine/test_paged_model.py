@@ -8,21 +8,27 @@ import pytest
 import torch
 
 from services.engine.decoder import ForwardEntry
-from services.engine.model import LlamaModel, ModelOptions, load_model
-from tests.engine_runs import MODES, PagedRun, PagedSequence, random_ids
+from services.engine.model import LlamaModel, load_model
+from tests.engine_runs import KERNELS, MODES, PagedRun, PagedSequence, options, random_ids
 from tests.tiny_models import FAMILIES, write_tiny_model
 
 CHUNKINGS = ((1,), (64,), (256,), (2000,), (3, 17, 16, 128, 1, 129, 40), (130, 65))
 
 
 @pytest.fixture(params=MODES)
-def options(request: pytest.FixtureRequest) -> ModelOptions:
-    return MODES[request.param]
+def mode(request: pytest.FixtureRequest) -> str:
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture(params=KERNELS)
+def kernels(request: pytest.FixtureRequest) -> str:
+    return request.param  # type: ignore[no-any-return]
 
 
 @pytest.fixture
-def model(tmp_path: Path, options: ModelOptions) -> LlamaModel:
-    return load_model(write_tiny_model(tmp_path, "llama", hidden_size=96, intermediate_size=120, num_key_value_heads=1), options)
+def model(tmp_path: Path, mode: str, kernels: str) -> LlamaModel:
+    folder = write_tiny_model(tmp_path, "llama", hidden_size=96, intermediate_size=112, num_key_value_heads=1)
+    return load_model(folder, options(mode, kernels))
 
 
 def assert_same(left: PagedRun, a: PagedSequence, right: PagedRun, b: PagedSequence) -> None:
@@ -35,8 +41,8 @@ def assert_same(left: PagedRun, a: PagedSequence, right: PagedRun, b: PagedSeque
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_chunking_changes_nothing(tmp_path: Path, family: str, options: ModelOptions) -> None:
-    model = load_model(write_tiny_model(tmp_path, family), options)
+def test_chunking_changes_nothing(tmp_path: Path, family: str, mode: str, kernels: str) -> None:
+    model = load_model(write_tiny_model(tmp_path, family), options(mode, kernels))
     for length in (1, 15, 16, 17, 150, 700):
         ids = random_ids(length, 300, seed=length)
         whole = PagedRun(model, seed=1)
