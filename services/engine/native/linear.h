@@ -19,9 +19,11 @@ namespace kvr {
 #if defined(KVR_AVX512)
 constexpr int kPanelVectors = 2;  // 12 rows x 2 vectors of accumulators, 2 of weights, 1 of inputs: 27 of 32 registers
 constexpr int kTileRows = 12;
+constexpr int kInt8Rows = 8;  // with more, the rows' addresses no longer fit the general registers
 #else
 constexpr int kPanelVectors = 1;  // AVX2: 6 rows x 2 registers, 2 of weights, 1 of inputs: 15 of 16
 constexpr int kTileRows = 6;
+constexpr int kInt8Rows = 4;
 #endif
 constexpr int kPanel = kPanelVectors * kLanes;
 
@@ -377,8 +379,10 @@ void run_tile(const Linear& linear, int panel, const float* wide, const Inputs& 
     const char* weights = linear.panel(panel);
     const float* x = in.rows + row * in.stride;
     if (linear.kind == Kind::kInt8) {
-        const int width = linear.quads_depth();
-        multiply_int8<MR>(in.bytes + row * width, width, in.scales + row, (const int8_t*)weights, width, acc);
+        if constexpr (MR <= kInt8Rows) {
+            const int width = linear.quads_depth();
+            multiply_int8<MR>(in.bytes + row * width, width, in.scales + row, (const int8_t*)weights, width, acc);
+        }
     } else if (wide) {
         multiply<MR, kPanelVectors>(x, in.stride, wide, kPanel, linear.depth, acc);
     } else {
@@ -399,11 +403,12 @@ constexpr TileRunner pick_tile(int rows, std::integer_sequence<int, MR...>) {
 inline void run_panels(const Linear& linear, const Inputs& in, long rows, Finish how, float* y, long ldy, long begin, long end, float* scratch) {
     const int step = linear.paired ? 2 : 1;
     const bool widened = linear.kind == Kind::kBfloat16 && rows > 2 * kTileRows;
+    const int most = linear.kind == Kind::kInt8 ? kInt8Rows : kTileRows;
     alignas(64) float gates[kTileRows * kPanel];
     // Rows are blocked so that their inputs stay in the second-level cache while the panels pass.
-    const long block = std::max<long>(1, (linear.kind == Kind::kInt8 ? 1 << 20 : 1 << 18) / std::max(1, linear.depth) / kTileRows) * kTileRows;
+    const long block = std::max<long>(1, (linear.kind == Kind::kInt8 ? 1 << 20 : 1 << 18) / std::max(1, linear.depth) / most) * most;
     for (long first = 0; first < rows; first += block) {
-        const long last = std::min(rows, first + block), count = (last - first + kTileRows - 1) / kTileRows;
+        const long last = std::min(rows, first + block), count = (last - first + most - 1) / most;
         for (long panel = begin; panel < end; panel += step) {
             const float* wide[2] = {nullptr, nullptr};
             for (int half = 0; half < step; ++half) {
