@@ -10,7 +10,10 @@ import pytest
 import torch
 
 from kvrelay.errors import ConfigError
-from services.engine.model import ModelOptions, load_model
+from services.engine.decoder import ForwardEntry
+from services.engine.exactness_check import probe_model
+from services.engine.kv_pool import KvPool
+from services.engine.model import DTYPES, ModelOptions, load_model
 from services.engine.native.build import NativeKernelsUnavailable
 from tests.engine_runs import KERNELS, MODES, options
 from tests.tiny_models import write_tiny_model
@@ -47,6 +50,21 @@ def test_a_model_of_odd_sizes_is_computed_by_torch(tmp_path: Path) -> None:
     assert load_model(folder).decoder.name == "torch"
     with pytest.raises(NativeKernelsUnavailable, match="head_dim"):
         load_model(folder, ModelOptions(kernels="native"))
+
+
+@pytest.mark.parametrize("kv_dtype", DTYPES.values(), ids=str)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+def test_the_way_through_other_devices_keeps_shapes_and_dtypes(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+    """On the device that computes nothing: what would not fit together on a GPU does not there."""
+    model = probe_model(ModelOptions(dtype, kv_dtype, device=torch.device("meta")))
+    pool = KvPool(model.config, 40, 16, kv_dtype, "meta")
+    entries = [
+        ForwardEntry([1] * 200, 0, range(13), True),
+        ForwardEntry([1], 17, [13, 14], False),
+        ForwardEntry([1], 300, range(15, 40), True),
+    ]
+    logits = model.forward(entries, pool)
+    assert (logits.shape, logits.dtype, logits.device.type) == ((2, model.config.vocab_size), torch.float32, "meta")
 
 
 @pytest.mark.parametrize(
