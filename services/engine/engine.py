@@ -63,6 +63,12 @@ class EngineSettings:
     max_num_batched_tokens: int = 256
     max_num_seqs: int = 32
     max_waiting: int = 128
+    policy: str = "chunked"
+    """How a step is filled: one of `policies.POLICIES`."""
+    tbt_objective_ms: float = 0.0
+    """Policy dynamic: how long a step may be expected to take; 0 with any other policy."""
+    prefill_order: str = "fcfs"
+    """Whose prompt is computed first: one of `policies.ORDERS`."""
     max_context_tokens: int = 0
     """Prompt and answer together; 0 is the model's own limit."""
     threads: int = 1
@@ -281,7 +287,14 @@ class Engine:
         assert_off_loop("loading a model")
         settings = self._settings
         options = settings.check()
-        scheduling = SchedulerLimits(settings.max_num_batched_tokens, settings.max_num_seqs, settings.max_waiting)
+        scheduling = SchedulerLimits(
+            settings.max_num_batched_tokens,
+            settings.max_num_seqs,
+            settings.max_waiting,
+            settings.policy,
+            settings.tbt_objective_ms,
+            settings.prefill_order,
+        )
         files = read_tokenizer_files(settings.model_path)
         token_bytes = TokenBytes(_tokenizer(files["tokenizer.json"]))
         torch.set_num_threads(1)

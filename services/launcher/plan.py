@@ -65,6 +65,7 @@ def worker_processes(settings: SuiteSettings, redis_url: str, store_address: str
                 port=0,
                 worker_id=f"{role}-{i}",
                 **worker_settings(settings),
+                **scheduling(settings, role),
                 threads=threads,
                 cpus=",".join(map(str, cpus)),
                 store_address=store_address,
@@ -104,6 +105,16 @@ def worker_settings(settings: SuiteSettings) -> dict[str, object]:
         "max_num_seqs": settings.max_num_seqs,
         "max_waiting": settings.max_waiting,
         "lease_ttl_s": settings.lease_ttl_s,
+    }
+
+
+def scheduling(settings: SuiteSettings, role: str) -> dict[str, object]:
+    """How a worker of that role fills its steps."""
+    policy = settings.prefill_policy if role == "prefill" else settings.policy
+    return {
+        "policy": policy,
+        "tbt_objective_ms": settings.tbt_objective_ms if policy == "dynamic" else 0,
+        "prefill_order": settings.prefill_order,
     }
 
 

@@ -39,6 +39,12 @@ class SuiteSettings:
     max_num_batched_tokens: int = setting(256, "tokens a step computes at most: the chunk budget of prefill", unit="tokens", minimum=1)
     max_num_seqs: int = setting(32, "sequences a step runs at most", unit="sequences", minimum=1)
     max_waiting: int = setting(128, "requests that may wait in one worker; more are refused", unit="requests", minimum=1)
+    policy: str = setting("chunked", "how decode workers fill a step", choices=("whole", "chunked", "dynamic", "decode-only"))
+    prefill_policy: str = setting("chunked", "how prefill workers fill a step", choices=("whole", "chunked", "dynamic", "prefill-only"))
+    tbt_objective_ms: float = setting(0.0, "longest step that policy dynamic aims at", unit="ms", minimum=0)
+    prefill_order: str = setting(
+        "fcfs", "whose prompt is computed first: first come, or shortest rest with ageing", choices=("fcfs", "shortest")
+    )
     split_threshold_tokens: int = setting(
         256, "uncached prompt tokens from which a request is split (mode hybrid)", unit="tokens", minimum=0
     )
@@ -60,3 +66,6 @@ class SuiteSettings:
             redis_client(self.redis_url)
         if self.mode == "split" and self.prefill < 1:
             raise ConfigError("--mode split needs --prefill 1 or more")
+        dynamic = "dynamic" in (self.policy, self.prefill_policy)
+        if dynamic != (self.tbt_objective_ms > 0):
+            raise ConfigError(f"--tbt-objective-ms (ms) must be over 0 with policy dynamic and else 0, got {self.tbt_objective_ms:g}")

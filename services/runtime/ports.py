@@ -29,7 +29,7 @@ class WorkerLoad:
     decode_backlog_tokens: int = 0
     total_pages: int = 0
     available_pages: int = 0
-    """Free and evictable."""
+    """Free and evictable, less what admitted requests may still need for their answers."""
     held_handles: int = 0
 
 

@@ -81,7 +81,7 @@ class WorkerHost:
                 prefill_backlog_tokens=load.prefill_backlog_tokens,
                 decode_backlog_tokens=load.decode_backlog_tokens,
                 total_pages=load.total_pages,
-                available_pages=load.free_pages + load.cached_pages,
+                available_pages=max(0, load.free_pages + load.cached_pages - load.claimed_pages),
                 held_handles=self.held_handles(),
             ),
         )
@@ -115,6 +115,7 @@ class WorkerHost:
 @asynccontextmanager
 async def worker_host(role: str, settings: WorkerSettings) -> AsyncIterator[WorkerHost]:
     """Loads the model and builds everything but the role's own service. Raises `ModelLoadError` and `ConfigError`."""
+    settings.check_role(role)
     worker_id = settings.worker_id or f"{role}-{secrets.token_hex(4)}"
     async with AsyncExitStack() as stack:
         telemetry = Telemetry.start(f"kvrelay-{role}", worker_id, settings.otlp_endpoint)
@@ -177,6 +178,9 @@ def _engine_settings(settings: WorkerSettings) -> EngineSettings:
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_num_seqs=settings.max_num_seqs,
         max_waiting=settings.max_waiting,
+        policy=settings.policy,
+        tbt_objective_ms=settings.tbt_objective_ms,
+        prefill_order=settings.prefill_order,
         max_context_tokens=settings.max_context_tokens,
         threads=settings.threads,
         cache_dir=cache_dir,

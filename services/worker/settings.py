@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvrelay.errors import ConfigError
+from services.engine.policies import ORDERS, POLICIES
 from services.runtime.config import setting
 
 
@@ -34,6 +35,9 @@ class WorkerSettings:
     max_num_batched_tokens: int = setting(256, "tokens a step computes at most: the chunk budget of prefill", unit="tokens")
     max_num_seqs: int = setting(32, "sequences a step runs at most", unit="sequences")
     max_waiting: int = setting(128, "requests that may wait for pages; more are refused", unit="requests")
+    policy: str = setting("chunked", "how a step is filled", choices=POLICIES)
+    tbt_objective_ms: float = setting(0.0, "longest step that policy dynamic aims at", unit="ms", minimum=0)
+    prefill_order: str = setting("fcfs", "whose prompt is computed first: first come, or shortest rest with ageing", choices=ORDERS)
     threads: int = setting(1, "computing threads", unit="threads")
     cpus: str = setting("", "cores to pin the computing threads to, such as 0 or 0,1; empty: none")
     store_address: str = setting("", "host:port of the KV block store; empty: none")
@@ -56,6 +60,12 @@ class WorkerSettings:
                 f"--registry-ttl-s ({self.registry_ttl_s:g}) must be at least twice --heartbeat-s ({self.heartbeat_s:g}): "
                 "an entry must outlive a lost renewal"
             )
+
+    def check_role(self, role: str) -> None:
+        """Raises `ConfigError` for a policy that is the other side's."""
+        foreign = {"prefill": "decode-only", "decode": "prefill-only"}.get(role)
+        if self.policy == foreign:
+            raise ConfigError(f"--policy {foreign} is not for a {role} worker")
 
     def pinned_cpus(self) -> tuple[int, ...]:
         """`cpus` as numbers; raises `ConfigError`."""

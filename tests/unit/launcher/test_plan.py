@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import pytest
 
 from kvrelay.errors import ConfigError
@@ -9,6 +12,7 @@ from services.launcher.plan import assign_cores, router_processes, store_process
 from services.launcher.settings import SuiteSettings
 from services.launcher.supervisor import RestartPolicy
 from services.runtime.config import parse_settings
+from services.worker.settings import WorkerSettings
 
 REDIS = "redis://127.0.0.1:6400/0"
 
@@ -72,6 +76,38 @@ def test_the_cores_are_divided_among_the_workers() -> None:
     assert flags(1) == ["--threads=1"]
     assert flags(8, threads=2, pin=False) == ["--threads=2"]
     assert flags(8, kernels="torch") == ["--threads=1", "--cpus=1"], "torch's operators keep their bits with one thread"
+
+
+def test_each_side_has_its_own_policy_and_only_a_dynamic_one_an_objective() -> None:
+    settings = SuiteSettings(policy="decode-only", prefill_policy="dynamic", tbt_objective_ms=50, prefill_order="shortest")
+    flags = {spec.role: set(spec.flags) for spec in worker_processes(settings, REDIS, "", ())}
+    assert {"--policy=dynamic", "--tbt-objective-ms=50", "--prefill-order=shortest"} <= flags["prefill"]
+    assert {"--policy=decode-only", "--tbt-objective-ms=0", "--prefill-order=shortest"} <= flags["decode"]
+
+
+def test_suites_and_workers_know_the_same_policies() -> None:
+    def choices(cls: type, name: str) -> set[str]:
+        return set(next(field for field in dataclasses.fields(cls) if field.name == name).metadata["setting"].choices)
+
+    assert choices(SuiteSettings, "policy") | choices(SuiteSettings, "prefill_policy") == choices(WorkerSettings, "policy")
+    assert choices(SuiteSettings, "prefill_order") == choices(WorkerSettings, "prefill_order")
+    for role, name in (("decode", "policy"), ("prefill", "prefill_policy")):
+        for policy in choices(WorkerSettings, "policy"):
+            worker = WorkerSettings(policy=policy)
+            if policy in choices(SuiteSettings, name):
+                worker.check_role(role)
+            else:
+                with pytest.raises(ConfigError, match=f"--policy {policy} is not for a {role} worker"):
+                    worker.check_role(role)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"policy": "dynamic"}, {"prefill_policy": "dynamic"}, {"tbt_objective_ms": 20.0}, {"policy": "whole", "tbt_objective_ms": 20.0}],
+)
+def test_an_objective_goes_with_policy_dynamic_and_with_no_other(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="--tbt-objective-ms"):
+        SuiteSettings(**settings)
 
 
 def test_split_without_prefill_workers_is_refused() -> None:
