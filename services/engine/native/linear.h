@@ -23,7 +23,7 @@ constexpr int kInt8Rows = 8;  // with more, the rows' addresses no longer fit th
 #else
 constexpr int kPanelVectors = 1;  // AVX2: 6 rows x 2 registers, 2 of weights, 1 of inputs: 15 of 16
 constexpr int kTileRows = 6;
-constexpr int kInt8Rows = 4;
+constexpr int kInt8Rows = 3;
 #endif
 constexpr int kPanel = kPanelVectors * kLanes;
 
@@ -129,33 +129,27 @@ KVR_INLINE void multiply_bf16(const float* a, long lda, const uint32_t* b, int d
 constexpr int kQuad = 4;
 constexpr int kMaxBlock = 64;
 
+// Integer sums of 16 columns. AVX2 keeps two halves of each, which are added at the end.
 struct I {
 #if defined(KVR_AVX512)
     __m512i v;
 #elif defined(KVR_AVX2)
-    __m256i a, b;
+    __m256i v[4];
 #else
     int32_t v[kLanes];
 #endif
 };
-KVR_INLINE I load_int(const int32_t* p) {
+KVR_INLINE F finish(I x, const int32_t* offsets) {
 #if defined(KVR_AVX512)
-    return {_mm512_loadu_si512(p)};
+    return {_mm512_cvtepi32_ps(_mm512_add_epi32(x.v, _mm512_loadu_si512(offsets)))};
 #elif defined(KVR_AVX2)
-    return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)(p + 8))};
+    // hadd leaves the 128-bit lanes' columns interleaved: 0 1 4 5 | 2 3 6 7.
+    __m256i low = _mm256_permute4x64_epi64(_mm256_hadd_epi32(x.v[0], x.v[1]), 0xd8);
+    __m256i high = _mm256_permute4x64_epi64(_mm256_hadd_epi32(x.v[2], x.v[3]), 0xd8);
+    return {_mm256_cvtepi32_ps(_mm256_add_epi32(low, _mm256_loadu_si256((const __m256i*)offsets))),
+            _mm256_cvtepi32_ps(_mm256_add_epi32(high, _mm256_loadu_si256((const __m256i*)(offsets + 8))))};
 #else
-    I result;
-    std::memcpy(result.v, p, sizeof(result.v));
-    return result;
-#endif
-}
-KVR_INLINE F to_float(I x) {
-#if defined(KVR_AVX512)
-    return {_mm512_cvtepi32_ps(x.v)};
-#elif defined(KVR_AVX2)
-    return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)};
-#else
-    return each([&](int i) { return (float)x.v[i]; });
+    return each([&](int i) { return (float)(x.v[i] + offsets[i]); });
 #endif
 }
 // One step's weights of 16 columns, ready to be multiplied.
@@ -192,12 +186,8 @@ KVR_INLINE I dot(I sums, const uint8_t* x, Quads w) {
 #elif defined(KVR_AVX2)
     // Pairs of 16-bit products never overflow 32 bits; the 8-bit instruction of AVX2 saturates.
     __m256i xs = _mm256_cvtepu8_epi16(_mm_set1_epi32(four));
-    __m256i parts[4];
-    for (int i = 0; i < 4; ++i) parts[i] = _mm256_madd_epi16(xs, _mm256_cvtepi8_epi16(w.v[i]));
-    // hadd leaves the 128-bit lanes' columns interleaved: 0 1 4 5 | 2 3 6 7.
-    __m256i low = _mm256_permute4x64_epi64(_mm256_hadd_epi32(parts[0], parts[1]), 0xd8);
-    __m256i high = _mm256_permute4x64_epi64(_mm256_hadd_epi32(parts[2], parts[3]), 0xd8);
-    return {_mm256_add_epi32(sums.a, low), _mm256_add_epi32(sums.b, high)};
+    for (int i = 0; i < 4; ++i) sums.v[i] = _mm256_add_epi32(sums.v[i], _mm256_madd_epi16(xs, _mm256_cvtepi8_epi16(w.v[i])));
+    return sums;
 #else
     for (int j = 0; j < kLanes; ++j)
         for (int i = 0; i < kQuad; ++i) sums.v[j] += (int32_t)x[i] * w.p[j * kQuad + i];
@@ -210,9 +200,7 @@ template <int MR>
 KVR_INLINE void multiply_int8(const uint8_t* x, long ldx, const float* x_scales, const int8_t* panel, int depth, F (&acc)[MR][kPanelVectors]) {
     const int32_t* offsets = (const int32_t*)(panel + (size_t)depth * kPanel);
     const float* scales = (const float*)(offsets + kPanel);
-    I sums[MR][kPanelVectors];
-    for (int r = 0; r < MR; ++r)
-        for (int v = 0; v < kPanelVectors; ++v) sums[r][v] = load_int(offsets + v * kLanes);
+    I sums[MR][kPanelVectors] = {};
     for (int k = 0; k < depth; k += kQuad) {
         Quads q[kPanelVectors];
         for (int line = 0; line < kPanel * kQuad; line += 64) __builtin_prefetch(panel + k * kPanel + 1536 + line);
@@ -221,7 +209,7 @@ KVR_INLINE void multiply_int8(const uint8_t* x, long ldx, const float* x_scales,
             for (int v = 0; v < kPanelVectors; ++v) sums[r][v] = dot(sums[r][v], x + r * ldx + k, q[v]);
     }
     for (int r = 0; r < MR; ++r)
-        for (int v = 0; v < kPanelVectors; ++v) acc[r][v] = to_float(sums[r][v]) * (splat(x_scales[r]) * load(scales + v * kLanes));
+        for (int v = 0; v < kPanelVectors; ++v) acc[r][v] = finish(sums[r][v], offsets + v * kLanes) * (splat(x_scales[r]) * load(scales + v * kLanes));
 }
 
 // One stage of the transform inside a vector: (a, b) -> (a + b, a - b) for lanes that differ in bit D.
