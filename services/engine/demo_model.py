@@ -86,7 +86,7 @@ def ensure_demo_model(cache_dir: Path | None = None, dtype: str = "bfloat16") ->
         root.mkdir(parents=True, exist_ok=True)
         made = Path(tempfile.mkdtemp(prefix=".smollm2-", dir=root))
         try:
-            _convert(_find_gguf(), made, dtype)
+            _convert(find_gguf(), made, dtype)
             made.chmod(0o755)
             for file in made.iterdir():
                 file.chmod(0o644)
@@ -105,7 +105,8 @@ def _keep(made: Path, target: Path) -> None:
             raise
 
 
-def _find_gguf() -> Path:
+def find_gguf() -> Path:
+    """The file the installed package carries; `ModelLoadError` without it."""
     try:
         files = metadata.distribution(_PACKAGE).files or []
     except metadata.PackageNotFoundError as error:

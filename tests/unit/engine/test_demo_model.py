@@ -22,7 +22,7 @@ def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["smollm2", "SmolLM2-135M-Instruct"])
 def test_demo_names_lead_to_the_demo_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
-    monkeypatch.setattr(demo_model, "_find_gguf", lambda: Path("weights.gguf"))
+    monkeypatch.setattr(demo_model, "find_gguf", lambda: Path("weights.gguf"))
     monkeypatch.setattr(demo_model, "_convert", lambda source, folder, dtype: (folder / "config.json").write_text(dtype))
     folder = resolve_model(name, tmp_path)
     assert folder.parent == tmp_path and (folder / "config.json").read_text() == "bfloat16"
@@ -35,7 +35,7 @@ def test_two_conversions_at_once_both_end_with_the_same_folder(monkeypatch: pyte
         (folder / "config.json").write_text("{}")
         both_convert.wait()
 
-    monkeypatch.setattr(demo_model, "_find_gguf", lambda: Path("weights.gguf"))
+    monkeypatch.setattr(demo_model, "find_gguf", lambda: Path("weights.gguf"))
     monkeypatch.setattr(demo_model, "_convert", convert)
     found: list[Path] = []
     threads = [threading.Thread(target=lambda: found.append(ensure_demo_model(tmp_path))) for _ in range(2)]
@@ -53,7 +53,7 @@ def test_a_conversion_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch,
         (folder / "config.json").write_text("{}")
         raise ModelLoadError("broken")
 
-    monkeypatch.setattr(demo_model, "_find_gguf", lambda: Path("weights.gguf"))
+    monkeypatch.setattr(demo_model, "find_gguf", lambda: Path("weights.gguf"))
     monkeypatch.setattr(demo_model, "_convert", convert)
     with pytest.raises(ModelLoadError, match="broken"):
         ensure_demo_model(tmp_path)
