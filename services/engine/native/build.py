@@ -46,6 +46,12 @@ def library_path(cache_dir: Path, target_flags: tuple[str, ...] = THIS_CPU) -> P
     return target
 
 
+def built_library(cache_dir: Path) -> Path | None:
+    """The library for this machine if it is compiled already; raises `NativeKernelsUnavailable` without a compiler."""
+    target = cache_dir / f"kernels-{_digest(_compiler(), (*FLAGS, *THIS_CPU))}.so"
+    return target if target.is_file() else None
+
+
 def _compiler() -> str:
     for name in COMPILERS:
         if found := shutil.which(name):

@@ -72,11 +72,23 @@ KVR_INLINE float widen(uint16_t x) {
 
 // --- float32 and bfloat16 --------------------------------------------------------------------------------------------------
 
+// Memory to ask for while a tile is computed: `stride` bytes from `start` on for each step. Weights come from memory: tiles ask for
+// the next panel while they compute this one, so that memory and multipliers work at the same time.
+struct Ahead {
+    const char* start;
+    long stride;
+    KVR_INLINE void ask(long step) const {
+        __builtin_prefetch(start + step * stride, 0, 2);
+        __builtin_prefetch(start + step * stride + 64, 0, 2);
+    }
+};
+
 // acc[r][v] += sum over k of a[r][k] * b[k][v], k ascending. `b` has `ldb` floats a row.
 template <int MR, int NV>
-KVR_INLINE void multiply(const float* a, long lda, const float* b, long ldb, int depth, F (&acc)[MR][NV]) {
+KVR_INLINE void multiply(const float* a, long lda, const float* b, long ldb, int depth, F (&acc)[MR][NV], Ahead ahead) {
     for (int k = 0; k < depth; ++k) {
         F w[NV];
+        ahead.ask(k);
         for (int v = 0; v < NV; ++v) w[v] = load(b + k * ldb + v * kLanes);
         for (int r = 0; r < MR; ++r) {
             F x = splat(a[r * lda + k]);
@@ -104,11 +116,10 @@ KVR_INLINE void load_panel(const uint32_t* p, F (&w)[kPanelVectors]) {
 }
 
 template <int MR>
-KVR_INLINE void multiply_bf16(const float* a, long lda, const uint32_t* b, int depth, F (&acc)[MR][kPanelVectors]) {
-    constexpr int ahead = 24;
+KVR_INLINE void multiply_bf16(const float* a, long lda, const uint32_t* b, int depth, F (&acc)[MR][kPanelVectors], Ahead ahead) {
     for (int k = 0; k < depth; ++k) {
         F w[kPanelVectors];
-        __builtin_prefetch(b + (k + ahead) * (kPanel / 2));
+        ahead.ask(k);
         load_panel(b + k * (kPanel / 2), w);
         for (int r = 0; r < MR; ++r) {
             F x = splat(a[r * lda + k]);
@@ -197,13 +208,14 @@ KVR_INLINE I dot(I sums, const uint8_t* x, Quads w) {
 
 // acc[r][v] = integer sum * (x_scale * w_scale). `depth` is a multiple of kQuad.
 template <int MR>
-KVR_INLINE void multiply_int8(const uint8_t* x, long ldx, const float* x_scales, const int8_t* panel, int depth, F (&acc)[MR][kPanelVectors]) {
+KVR_INLINE void multiply_int8(const uint8_t* x, long ldx, const float* x_scales, const int8_t* panel, int depth, F (&acc)[MR][kPanelVectors],
+                              Ahead ahead) {
     const int32_t* offsets = (const int32_t*)(panel + (size_t)depth * kPanel);
     const float* scales = (const float*)(offsets + kPanel);
     I sums[MR][kPanelVectors] = {};
     for (int k = 0; k < depth; k += kQuad) {
         Quads q[kPanelVectors];
-        for (int line = 0; line < kPanel * kQuad; line += 64) __builtin_prefetch(panel + k * kPanel + 1536 + line);
+        ahead.ask(k / kQuad);
         for (int v = 0; v < kPanelVectors; ++v) q[v] = load_quads(panel + k * kPanel + v * kLanes * kQuad);
         for (int r = 0; r < MR; ++r)
             for (int v = 0; v < kPanelVectors; ++v) sums[r][v] = dot(sums[r][v], x + r * ldx + k, q[v]);
@@ -270,6 +282,8 @@ struct Linear {
         if (kind == Kind::kInt8) return (size_t)(quads_depth() + 2 * sizeof(float)) * kPanel;
         return (size_t)depth * kPanel * (kind == Kind::kFloat32 ? 4 : 2);
     }
+    // Inner steps of a tile.
+    int steps() const { return kind == Kind::kInt8 ? quads_depth() / kQuad : depth; }
     const char* panel(int index) const { return weights.as<char>() + index * panel_bytes(); }
     // The output that column `j` of panel `index` is; -1 for padding.
     int column(int index, int j) const {
@@ -282,7 +296,7 @@ struct Linear {
     bool pack(Kind new_kind, const void* source, const float* scales, const float* new_bias, int new_columns, int new_depth, int new_block,
               bool new_paired) {
         kind = new_kind, columns = new_columns, depth = new_depth, block = new_block, paired = new_paired;
-        if (!weights.reserve(panels() * panel_bytes() + 4096)) return false;  // prefetches may run ahead
+        if (!weights.reserve(panels() * panel_bytes())) return false;
         for (int p = 0; p < panels(); ++p) {
             for (int j = 0; j < kPanel; ++j) {
                 int n = column(p, j);
@@ -360,7 +374,8 @@ KVR_INLINE void finish_tile(const Linear& linear, int panel, const F (&acc)[MR][
 }
 
 template <int MR>
-void run_tile(const Linear& linear, int panel, const float* wide, const Inputs& in, long row, Finish how, float* gates, float* y, long ldy) {
+void run_tile(const Linear& linear, int panel, const float* wide, const Inputs& in, long row, Ahead ahead, Finish how, float* gates, float* y,
+              long ldy) {
     F acc[MR][kPanelVectors];
     for (int r = 0; r < MR; ++r)
         for (int v = 0; v < kPanelVectors; ++v) acc[r][v] = splat(0.0f);
@@ -369,17 +384,17 @@ void run_tile(const Linear& linear, int panel, const float* wide, const Inputs& 
     if (linear.kind == Kind::kInt8) {
         if constexpr (MR <= kInt8Rows) {
             const int width = linear.quads_depth();
-            multiply_int8<MR>(in.bytes + row * width, width, in.scales + row, (const int8_t*)weights, width, acc);
+            multiply_int8<MR>(in.bytes + row * width, width, in.scales + row, (const int8_t*)weights, width, acc, ahead);
         }
     } else if (wide) {
-        multiply<MR, kPanelVectors>(x, in.stride, wide, kPanel, linear.depth, acc);
+        multiply<MR, kPanelVectors>(x, in.stride, wide, kPanel, linear.depth, acc, ahead);
     } else {
-        multiply_bf16<MR>(x, in.stride, (const uint32_t*)weights, linear.depth, acc);
+        multiply_bf16<MR>(x, in.stride, (const uint32_t*)weights, linear.depth, acc, ahead);
     }
     finish_tile<MR>(linear, panel, acc, how, gates, y + row * ldy, ldy);
 }
 
-using TileRunner = void (*)(const Linear&, int, const float*, const Inputs&, long, Finish, float*, float*, long);
+using TileRunner = void (*)(const Linear&, int, const float*, const Inputs&, long, Ahead, Finish, float*, float*, long);
 template <int... MR>
 constexpr TileRunner pick_tile(int rows, std::integer_sequence<int, MR...>) {
     constexpr TileRunner runners[] = {&run_tile<MR + 1>...};
@@ -415,7 +430,13 @@ inline void run_panels(const Linear& linear, const Inputs& in, long rows, Finish
                 // Tiles of like size: 16 rows are 8 + 8, not 12 + 4.
                 const long row = first + (last - first) * t / count, next = first + (last - first) * (t + 1) / count;
                 TileRunner run = pick_tile((int)(next - row), std::make_integer_sequence<int, kTileRows>{});
-                for (int half = 0; half < step; ++half) run(linear, (int)panel + half, wide[half], in, row, how, gates, y, ldy);
+                for (int half = 0; half < step; ++half) {
+                    // The last four tiles (few enough rows: all) ask for the next panel.
+                    const long asking = std::min<long>(count, 4), turn = t - (count - asking), part = (long)linear.panel_bytes() / asking;
+                    const Ahead ahead = turn >= 0 ? Ahead{linear.panel(panel + half + step) + turn * part, part / linear.steps()}
+                                                  : Ahead{linear.panel(panel + half), 0};
+                    run(linear, (int)panel + half, wide[half], in, row, ahead, how, gates, y, ldy);
+                }
             }
         }
     }
