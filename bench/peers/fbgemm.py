@@ -123,7 +123,7 @@ class FbgemmLlama:
         cos, sin = (table[start : start + length].repeat(batch, 1)[:, None] for table in (self._cos, self._sin))
         for number, layer in enumerate(self._layers):
             heads = layer.qkv(self._normed(hidden, layer.input_norm)).view(batch * length, -1, self._size)
-            rotary, values = heads.split((self._heads + self._kv_heads, self._kv_heads), dim=1)
+            rotary, values = torch.split(heads, [self._heads + self._kv_heads, self._kv_heads], dim=1)
             first, second = rotary.chunk(2, dim=-1)
             rotary = rotary * cos + torch.cat((-second, first), dim=-1) * sin
             keys = rotary[:, self._heads :]
