@@ -1,9 +1,9 @@
 """Int8 weights and activations whose products do not depend on company: W8A8 after a rotation, a scale for each token and weight row.
 
 Before it is quantized a row is rotated in blocks of up to 64 columns by a Hadamard transform, weights and activations alike, which
-leaves their products as they were and spreads the few outliers that cost naive W8A8 its quality (QuaRot, SpinQuant). Every token has
-a scale of its own, integers are summed exactly and the rotation is additions of single elements in a fixed order: a row's numbers
-cannot depend on who shares its batch or how its prompt was cut, on any machine.
+leaves their products as they were and spreads the few outliers that cost naive W8A8 its quality (QuaRot, SpinQuant); `python -m
+bench.quality` measures both. Every token has a scale of its own, integers are summed exactly and the rotation is additions of single
+elements in a fixed order: a row's numbers cannot depend on who shares its batch or how its prompt was cut, on any machine.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def block_of(columns: int) -> int:
 def quantize_rows(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
     """float32 `[rows, in]` -> rotated int8 `[rows, in]` and float32 scales `[rows]`; halves round to even."""
     rows, columns = x.shape
-    turned = _rotated(x.reshape(-1, block).t().contiguous())
+    turned = _rotated(x.reshape(-1, block).t().clone(memory_format=torch.contiguous_format))
     largest = turned.abs().amax(dim=0).view(rows, -1).amax(dim=1)
     inverse = torch.where(largest > 0, LARGEST / largest, torch.zeros_like(largest))
     values = turned.mul_(inverse.repeat_interleave(columns // block)).round_().to(torch.int8)

@@ -41,6 +41,27 @@ def test_a_rotated_row_stands_for_the_hadamard_transform_of_its_blocks(columns: 
     assert (values * scales[:, None] - expected).abs().amax(dim=1).le(scales * 0.51).all()
 
 
+def test_halves_round_to_even() -> None:
+    row = torch.tensor([[0.5, 1.5, -0.5, -1.5, -2.5, 3.5, 127.0]])
+    assert quantize_rows(row, 1)[0].tolist() == [[0, 2, 0, -2, -2, 4, 127]]
+
+
+@pytest.mark.parametrize(("shape", "block"), [((1, 64), 64), ((3, 64), 64), ((1, 7), 1), ((4, 7), 1)])
+def test_what_is_quantized_is_left_as_it_was(shape: tuple[int, int], block: int) -> None:
+    x = drawn(*shape)
+    before = x.clone()
+    quantize_rows(x, block)
+    assert torch.equal(x, before)
+
+
+def test_the_rotation_spreads_outliers_so_that_the_other_columns_keep_their_bits() -> None:
+    weight, x = torch.randn(50, 576, generator=torch.Generator().manual_seed(1)), drawn(20, 576, seed=2)
+    exact = x @ weight.t()
+    naive = linear(Int8Weight(*quantize_rows(weight, 1), 1), None, RULES)(x) - exact
+    rotated = linear(quantize_weight(weight), None, RULES)(x) - exact
+    assert rotated.square().mean() < 0.2 * naive.square().mean()
+
+
 def test_a_row_of_zeros_stays_one() -> None:
     values, scales = quantize_rows(torch.zeros(2, 64), 64)
     assert not values.any() and not scales.any()
