@@ -1,4 +1,4 @@
-"""`kvrelay generate | chat | status | models`: the SDK on the command line.
+"""`kvrelay generate | chat | status | models | schedule`: the SDK on the command line.
 
 Text goes to stdout as it comes, everything else to stderr. Exit status: 0, 1 for an error (`error: REASON: message`), 2 for wrong
 usage, 130 after Ctrl-C, 141 when the reader of stdout went away.
@@ -13,11 +13,12 @@ import io
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
+from pathlib import Path
 from typing import Any, TextIO
 
-from kvrelay import report
+from kvrelay import report, schedule_report
 from kvrelay.client import DEFAULT_TARGET, DEFAULT_TIMEOUT_S, TARGET_ENV
 from kvrelay.errors import InvalidPromptError, KvRelayError
 from kvrelay.request import GenerateOptions, Prompt
@@ -39,8 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=errors)
     try:
-        with Client(args.target, timeout=args.timeout) as client:
-            status: int = args.run(client, args)
+        status: int = args.run(args)
         sys.stdout.flush()
         return status
     except KvRelayError as error:
@@ -60,6 +60,23 @@ def _report_error(error: KvRelayError) -> int:
 
 
 # --- commands ----------------------------------------------------------------------------------------------------------------
+
+
+Command = Callable[[Client, argparse.Namespace], int]
+
+
+def _with_client(command: Command) -> Callable[[argparse.Namespace], int]:
+    def run(args: argparse.Namespace) -> int:
+        with Client(args.target, timeout=args.timeout) as client:
+            return command(client, args)
+
+    return run
+
+
+def _schedule(args: argparse.Namespace) -> int:
+    for line in schedule_report.draw(args.file, args.last):
+        print(line)
+    return 0
 
 
 def _generate(client: Client, args: argparse.Namespace) -> int:
@@ -229,17 +246,22 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--token-ids", type=_ids, help="prompt as token ids, separated by commas, instead of PROMPT")
     generate.add_argument("--chat", action="store_true", help="send PROMPT as a user's message through the chat template")
     _add_generation_options(generate)
-    generate.set_defaults(run=_generate, usage_error=generate.error)
+    generate.set_defaults(run=_with_client(_generate), usage_error=generate.error)
 
     chat = commands.add_parser("chat", parents=[common], help="talk", description="Ctrl-C ends an answer, Ctrl-D the conversation.")
     _add_generation_options(chat)
-    chat.set_defaults(run=_chat)
+    chat.set_defaults(run=_with_client(_chat))
 
     for name, run, text in (
         ("status", _status, "workers, loads, and pairs that are not formed"),
         ("models", _models, "models that can be asked for"),
     ):
-        commands.add_parser(name, parents=[common], help=text, description=f"Shows {text}.").set_defaults(run=run)
+        commands.add_parser(name, parents=[common], help=text, description=f"Shows {text}.").set_defaults(run=_with_client(run))
+
+    schedule = commands.add_parser("schedule", help="draw a worker's steps", description="Draws what --explain-schedule has written.")
+    schedule.add_argument("file", type=Path, metavar="FILE", help="what a worker has written")
+    schedule.add_argument("--last", type=_count, metavar="N", help="only the last N steps; the summary counts all")
+    schedule.set_defaults(run=_schedule)
     return parser
 
 
@@ -267,6 +289,13 @@ def _add_generation_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
     parser.add_argument("--stop-token-id", type=int, action="append", dest="stop_token_ids", metavar="TOKEN_ID", help="may be repeated")
     parser.add_argument("--ignore-eos", action="store_true", help="go on past the model's end tokens")
+
+
+def _count(text: str) -> int:
+    count = int(text)
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"must be 1 or more, got {text}")
+    return count
 
 
 def _seconds(text: str) -> float:

@@ -26,6 +26,7 @@ from services.engine.api import (
 )
 from services.engine.block_manager import BlockManager
 from services.engine.detokenizer import AnswerText, TokenBytes
+from services.engine.schedule_log import ScheduleLog
 from services.engine.scheduler import Scheduler, SchedulerLimits, StepPlan
 from services.engine.sequence import Phase, SequenceState
 from services.engine.step_cost import StepCostLearner
@@ -94,12 +95,14 @@ class EngineCore:
         limits: RequestLimits,
         eos_ids: Collection[int],
         cost: StepCostLearner | None = None,
+        schedule_log: ScheduleLog | None = None,
     ) -> None:
         self._model = model
         self._token_bytes = token_bytes
         self._blocks = blocks
         self._scheduler = Scheduler(scheduling, blocks, cost)
         self._cost = cost
+        self._schedule_log = schedule_log
         self._limits = limits
         self._eos_ids = frozenset(eos_ids)
         self._live: dict[str, SequenceState] = {}
@@ -164,14 +167,27 @@ class EngineCore:
     def step(self, clock: Clock) -> list[tuple[str, EngineEvent]]:
         """One step; the events it caused, in order. Errors of a request are its `Failed` event; nothing is raised for them."""
         events, self._pending = self._pending, []
+        admitted = []
         for sequence in self._scheduler.admit():
+            admitted.append(sequence)
             if not sequence.preemptions:
                 sequence.admitted_ns = clock()
                 events.append((sequence.request_id, Admitted(tuple(sequence.table.pages), sequence.cached_tokens)))
         plan = self._scheduler.plan()
-        if plan.chunks:
+        if self._schedule_log is not None and (plan.chunks or plan.preempted or admitted or self._scheduler.running):
+            expected_s = self._cost.predict_s(plan.shape) if self._cost is not None else None
+            line = self._schedule_log.describe(self._scheduler, plan, admitted, expected_s)
+            started = clock()
+            self._compute(plan, clock, events)
+            self._schedule_log.write(line, started, (clock() - started) / 1e9)
+        else:
             self._compute(plan, clock, events)
         return events
+
+    def close(self) -> None:
+        """Ends the schedule's file; no step follows."""
+        if self._schedule_log is not None:
+            self._schedule_log.close()
 
     def load(self) -> EngineLoad:
         """A snapshot of the work and of the pool."""
@@ -202,6 +218,8 @@ class EngineCore:
             assert sequence.computed <= len(sequence.table.pages) * self._blocks.block_size, "more KV than pages"
 
     def _compute(self, plan: StepPlan, clock: Clock, events: list[tuple[str, EngineEvent]]) -> None:
+        if not plan.chunks:
+            return
         started, chunks = clock(), plan.chunks
         for chunk in chunks:
             chunk.sequence.mark_step(started)

@@ -26,6 +26,7 @@ from services.engine.kv_pool import KvPool
 from services.engine.model import DTYPES, ModelOptions, load_model
 from services.engine.quantization import SCHEMES
 from services.engine.runner import Add, Release, Resume, Runner, RunnerOptions, StepReport
+from services.engine.schedule_log import ScheduleLog
 from services.engine.scheduler import RETRY_AFTER_S, SchedulerLimits
 from services.engine.stream import Stream
 from services.engine.torch_decoder import TorchDecoder
@@ -69,6 +70,8 @@ class EngineSettings:
     """Policy dynamic: how long a step may be expected to take; 0 with any other policy."""
     prefill_order: str = "fcfs"
     """Whose prompt is computed first: one of `policies.ORDERS`."""
+    explain_schedule: str = ""
+    """File to which each step is explained; '' for none."""
     max_context_tokens: int = 0
     """Prompt and answer together; 0 is the model's own limit."""
     threads: int = 1
@@ -327,7 +330,10 @@ class Engine:
         self._tokenizer_files = files
         self._eos_ids = config.eos_ids
         blocks = BlockManager(num_pages, settings.block_size, self._identity.fingerprint)
-        return EngineCore(DeviceModel(model, self._pool), token_bytes, blocks, scheduling, self._limits, config.eos_ids)
+        schedule_log = ScheduleLog(Path(settings.explain_schedule), scheduling, blocks) if settings.explain_schedule else None
+        return EngineCore(
+            DeviceModel(model, self._pool), token_bytes, blocks, scheduling, self._limits, config.eos_ids, schedule_log=schedule_log
+        )
 
 
 def _tokenizer(content: bytes) -> Tokenizer:

@@ -83,6 +83,8 @@ class Policy(Protocol):
     """Asked once a step: first whether decodes take part, then, with those that do, what prompts may add."""
 
     cut: Cut
+    decodes_why: str
+    """Why decodes take part in a step: for people."""
 
     def takes_decodes(self, *, prompts: bool) -> bool:
         """Whether decodes take part in this step; `prompts`: there are prompts to compute as well."""
@@ -100,6 +102,7 @@ class Chunked:
     """Decodes first; the rest of the token budget is for prompts."""
 
     cut = Cut.ANY
+    decodes_why = "decodes first"
 
     def __init__(self, step_tokens: int) -> None:
         self._step_tokens = step_tokens
@@ -115,6 +118,7 @@ class Whole(Chunked):
     """As many whole prompts as fit the token budget, and the first one in any case."""
 
     cut = Cut.NONE
+    decodes_why = "rides along"
 
 
 class Dynamic(Chunked):
@@ -152,6 +156,7 @@ class Separate(Chunked):
     """Steps of decodes and steps of prompts, in turns where there are both."""
 
     cut = Cut.LONG
+    decodes_why = "a step of decodes"
 
     def __init__(self, step_tokens: int) -> None:
         super().__init__(step_tokens)

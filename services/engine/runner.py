@@ -131,6 +131,8 @@ class Runner:
             log.exception("the engine thread ended by an error")
             fatal = "the engine stopped by an error"
             self._on_loop(self._deliver, StepReport([], (), core.load(), BlockChanges(), self._handled, idle=False, fatal=fatal))
+        finally:
+            core.close()
 
     def _pin(self) -> None:
         if not self._options.cpus:

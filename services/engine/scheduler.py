@@ -117,7 +117,7 @@ class Scheduler:
     @property
     def can_admit(self) -> bool:
         """Whether trying to admit the first waiting request may change anything."""
-        return bool(self.waiting) and self._stuck_at != self._blocks.version and not self._no_room()
+        return bool(self.waiting) and self._stuck_at != self._blocks.version and not self._no_turn()
 
     @property
     def can_run(self) -> bool:
@@ -161,18 +161,35 @@ class Scheduler:
         self._stalled_at = -1 if chunks else self._blocks.version
         return StepPlan(chunks, shape, budget, why, preempted)
 
-    def _no_room(self) -> bool:
-        """Whether the first waiting request should not run yet, though it may have the pages.
+    def waiting_for(self, plan: StepPlan) -> Iterator[tuple[SequenceState, str]]:
+        """Waiting requests in order, each with what it waits for after that plan: for people."""
+        for place, sequence in enumerate(sorted(self.waiting.values(), key=self._order)):
+            if sequence in plan.preempted:
+                yield sequence, "preempted"
+            elif place == 0:
+                yield sequence, self._no_turn() or "pages"
+            else:
+                yield sequence, "its turn"
+
+    @property
+    def decodes_why(self) -> str:
+        """Why decodes take part in a step: for people."""
+        return self._policy.decodes_why
+
+    def _no_turn(self) -> str:
+        """What keeps the first waiting request from running now, though it may have the pages; '' if nothing does.
 
         One that is to be computed is admitted no earlier than a step has tokens left for it: by then those before it have
         published their blocks, and a prefix that many requests share is computed once.
         """
         first = self._first_waiting()
         if first.request.hold and not first.preemptions:
-            return False
+            return ""
         rank = self._order(first)
         before = sum(each.prefill_left for each in self.running.values() if each.phase is Phase.PREFILLING and self._order(each) < rank)
-        return len(self.running) >= self._limits.max_num_seqs or before >= self._limits.max_num_batched_tokens
+        if len(self.running) >= self._limits.max_num_seqs:
+            return "max_num_seqs"
+        return "budget" if before >= self._limits.max_num_batched_tokens else ""
 
     def _first_waiting(self) -> SequenceState:
         return min(self.waiting.values(), key=self._order)
@@ -199,6 +216,7 @@ class Scheduler:
         del self.running[sequence.request_id]
         self._blocks.free(sequence.table)
         sequence.table = self._blocks.open(sequence.token_ids, sequence.request.cache_salt)
+        sequence.lost_tokens = max(sequence.lost_tokens, sequence.computed)
         sequence.computed = 0
         sequence.preemptions += 1
         sequence.move(Phase.WAITING)

@@ -37,8 +37,8 @@ class SequenceState:
 
     __slots__ = (
         "admitted_ns", "answer", "arrival", "cached_tokens", "computed", "decode_start_ns", "end_ids", "end_ns", "imported_tokens",
-        "kv_ready_ns", "output_ids", "phase", "preemptions", "prefill_end_ns", "prefill_start_ns", "prompt_tokens", "received_ns",
-        "reported_tokens", "request", "request_id", "table", "token_ids", "work_before",
+        "kv_ready_ns", "lost_tokens", "output_ids", "phase", "preemptions", "prefill_end_ns", "prefill_start_ns", "prompt_tokens",
+        "received_ns", "reported_tokens", "request", "request_id", "table", "token_ids", "work_before",
     )  # fmt: skip
 
     def __init__(self, request: EngineRequest, table: BlockTable, answer: AnswerText, eos_ids: frozenset[int], received_ns: int) -> None:
@@ -59,6 +59,8 @@ class SequenceState:
         """Prompt tokens that a `PrefillProgress` has told of: what is computed again after a preemption is not told again."""
         self.preemptions = 0
         """How often its pages were taken away."""
+        self.lost_tokens = 0
+        """Tokens that were computed when its pages were taken away: computing them again is the price."""
         self.arrival = 0
         """Its number in order of arrival, given by the scheduler: the smaller, the older."""
         self.work_before = 0

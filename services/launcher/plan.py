@@ -66,6 +66,7 @@ def worker_processes(settings: SuiteSettings, redis_url: str, store_address: str
                 worker_id=f"{role}-{i}",
                 **worker_settings(settings),
                 **scheduling(settings, role),
+                explain_schedule=f"{settings.explain_schedule}/{role}-{i}.jsonl" if settings.explain_schedule else "",
                 threads=threads,
                 cpus=",".join(map(str, cpus)),
                 store_address=store_address,

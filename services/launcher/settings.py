@@ -45,6 +45,7 @@ class SuiteSettings:
     prefill_order: str = setting(
         "fcfs", "whose prompt is computed first: first come, or shortest rest with ageing", choices=("fcfs", "shortest")
     )
+    explain_schedule: str = setting("", "folder to which workers explain each step, for `kvrelay schedule`; empty: none")
     split_threshold_tokens: int = setting(
         256, "uncached prompt tokens from which a request is split (mode hybrid)", unit="tokens", minimum=0
     )

@@ -181,6 +181,7 @@ def _engine_settings(settings: WorkerSettings) -> EngineSettings:
         policy=settings.policy,
         tbt_objective_ms=settings.tbt_objective_ms,
         prefill_order=settings.prefill_order,
+        explain_schedule=settings.explain_schedule,
         max_context_tokens=settings.max_context_tokens,
         threads=settings.threads,
         cache_dir=cache_dir,

@@ -6,7 +6,9 @@ each example also proves that no page was ever shared, reused or published too e
 
 from __future__ import annotations
 
+import os
 import random
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -59,6 +61,7 @@ class EngineMachine(RuleBasedStateMachine):
             prefill_order=order,
             tbt_objective_ms=OBJECTIVE_MS if policy == "dynamic" else 0,
             cost=LinearCost(),
+            explain_schedule=Path(os.devnull),
         )
 
     @rule(

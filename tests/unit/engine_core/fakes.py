@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
@@ -14,6 +15,7 @@ from services.engine.api import EngineEvent, EngineRequest
 from services.engine.block_manager import BlockManager
 from services.engine.core import EngineCore, StepEntry
 from services.engine.detokenizer import TokenBytes
+from services.engine.schedule_log import ScheduleLog
 from services.engine.scheduler import SchedulerLimits, StepPlan
 from services.engine.step_cost import StepCostLearner, StepShape
 from services.engine.validation import RequestLimits
@@ -154,6 +156,7 @@ class Bench:
     tbt_objective_ms: float = 0.0
     prefill_order: str = "fcfs"
     cost: StepCostLearner | None = None
+    explain_schedule: Path | None = None
     plans: list[StepPlan] = field(default_factory=list)
     events: dict[str, list[EngineEvent]] = field(default_factory=dict)
     order: list[tuple[str, str]] = field(default_factory=list)
@@ -161,16 +164,18 @@ class Bench:
     def __post_init__(self) -> None:
         self.model = FakeModel(self.num_pages, self.block_size)
         self.blocks = BlockManager(self.num_pages, self.block_size, FINGERPRINT)
+        limits = SchedulerLimits(
+            self.max_num_batched_tokens, self.max_num_seqs, self.max_waiting, self.policy, self.tbt_objective_ms, self.prefill_order
+        )
         self.core = EngineCore(
             self.model,
             byte_tokens(),
             self.blocks,
-            SchedulerLimits(
-                self.max_num_batched_tokens, self.max_num_seqs, self.max_waiting, self.policy, self.tbt_objective_ms, self.prefill_order
-            ),
+            limits,
             RequestLimits(VOCAB_SIZE, self.max_context_tokens, self.num_pages * self.block_size),
             [EOS],
             self.cost,
+            ScheduleLog(self.explain_schedule, limits, self.blocks) if self.explain_schedule else None,
         )
         self.scheduler = self.core._scheduler
         self._plan = self.scheduler.plan
