@@ -22,13 +22,13 @@ HELP: Mapping[str, str] = MappingProxyType(
 )
 
 
-def run(command: str, argv: Sequence[str]) -> NoReturn:
+def run(command: str, argv: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
     """Becomes the suite's process for `command`; raises `ConfigError` where there is no suite."""
     root = suite_root(MODULES[command])
     sys.stdout.flush()
     sys.stderr.flush()
-    path = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH", ""))))
-    os.execve(sys.executable, [sys.executable, "-m", MODULES[command], *argv], {**os.environ, "PYTHONPATH": path})
+    path = os.pathsep.join(filter(None, (str(root), environ.get("PYTHONPATH", ""))))
+    os.execve(sys.executable, [sys.executable, "-m", MODULES[command], *argv], {**environ, "PYTHONPATH": path})
 
 
 def suite_root(module: str) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvrelay.inference.v1 import decode_service_pb2_grpc
 from services.decode.decoder import Decoder
 from services.decode.service import DecodeServicer
+from services.engine.version import engine_version_text
 from services.relay.puller import KvPuller
 from services.relay.transports.grpc import GrpcTransfer
 from services.runtime.clock import SystemClock
@@ -25,4 +26,4 @@ async def serve(settings: WorkerSettings) -> None:
 
 
 if __name__ == "__main__":
-    run_service("decode", WorkerSettings, serve)
+    run_service("decode", WorkerSettings, serve, engine_version_text)

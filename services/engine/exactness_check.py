@@ -14,7 +14,9 @@ from services.engine.model import LlamaModel, ModelOptions
 from services.engine.model_config import ModelConfig, ModelFamily, RopeConfig
 from services.engine.weights import random_weights
 
-_LENGTHS = (1, 2, 15, 17, 33, 130, 530)
+LENGTHS = (1, 2, 15, 17, 33, 130, 530)
+QUICK_LENGTHS = (2, 33, 270)
+"""Prompts for a check of a third of a second."""
 _PAGE_SIZE = 16
 _Cut = Callable[[int, int], int]
 """Tokens to compute next, of the number that is left and of the step."""
@@ -67,14 +69,14 @@ def probe_model(options: ModelOptions, *, head_dim: int = 64, seed: int = 0) -> 
     return LlamaModel(config, random_weights(config, options.dtype, options.device, seed), options)
 
 
-def violations(model: LlamaModel, *, seed: int = 0) -> list[str]:
+def violations(model: LlamaModel, *, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> list[str]:
     """Runs prompts alone and together, whole and cut in several ways, and compares KV and logits bit for bit.
 
     Returns a line for each prompt that came out otherwise than alone and whole; empty when the decoder is exact. Blocks, about
     a second for a `probe_model`; needs torch to have one thread where it computes.
     """
     script = random.Random(seed)
-    lengths = [length for length in _LENGTHS if length <= model.config.max_positions]
+    lengths = [length for length in lengths if length <= model.config.max_positions]
     prompts = [[script.randrange(model.config.vocab_size) for _ in range(length)] for length in lengths]
     expected = [_compute(model, [prompt], _whole, script)[0] for prompt in prompts]
     return [*_differences(model, prompts, expected, script)]

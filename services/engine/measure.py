@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -30,8 +29,10 @@ from services.engine.profiling import fit_points, measure, plans
 from services.engine.quantization import SCHEMES
 from services.engine.step_coefficients import Floors
 from services.engine.torch_decoder import TorchDecoder
+from services.engine.version import engine_version_text
 from services.runtime.config import load_settings, setting
 from services.runtime.machine import this_machine
+from services.runtime.version import installed
 
 Say = Callable[[str], None]
 _QUICK_S, _FULL_S = 8.0, 60.0
@@ -105,7 +106,7 @@ def run(settings: MeasureSettings, say: Say) -> Profile:
     )
     coefficients, fit_error = fit_points(floors.guess(), points)
     return Profile(
-        kvrelay=_version(),
+        kvrelay=installed("kvrelay"),
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
         model=ProfiledModel.of(identity),
         setup=Setup(model.decoder.name, settings.device, settings.threads, settings.block_size, torch.__version__),
@@ -151,16 +152,9 @@ def write(profile: Profile, path: Path) -> None:
         raise ConfigError(f"--out: {path} cannot be written: {error.strerror}", setting="out") from None
 
 
-def _version() -> str:
-    try:
-        return metadata.version("kvrelay")
-    except metadata.PackageNotFoundError:
-        return ""
-
-
 def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Exit status 0, or 1 after one line on stderr."""
-    settings = load_settings(MeasureSettings, argv, environ, "kvrelay profile")
+    settings = load_settings(MeasureSettings, argv, environ, "kvrelay profile", engine_version_text)
     out = Path(settings.out).expanduser()
 
     def say(text: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvrelay.inference.v1 import prefill_service_pb2_grpc
 from kvrelay.kv.v1 import transfer_service_pb2_grpc
+from services.engine.version import engine_version_text
 from services.prefill.prefiller import Prefiller
 from services.prefill.service import PrefillServicer
 from services.relay.holder import KvHolder
@@ -41,4 +42,4 @@ async def serve(settings: WorkerSettings) -> None:
 
 
 if __name__ == "__main__":
-    run_service("prefill", WorkerSettings, serve)
+    run_service("prefill", WorkerSettings, serve, engine_version_text)

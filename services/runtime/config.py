@@ -15,11 +15,12 @@ import math
 import sys
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn, TypeVar
 
 from kvrelay.errors import ConfigError
+from services.runtime.version import version_text
 
 S = TypeVar("S")
 
@@ -59,8 +60,15 @@ def setting(
     return dataclasses.field(default=default, metadata={"setting": meta})
 
 
-def load_settings(cls: type[S], argv: Sequence[str], environ: Mapping[str, str], prog: str) -> S:
-    """The settings; a wrong one ends the process with one line on stderr and status 2, `--help` with the list and status 0."""
+Version = Callable[[Mapping[str, str]], str]
+"""What `--version` says, given the environment."""
+
+
+def load_settings(cls: type[S], argv: Sequence[str], environ: Mapping[str, str], prog: str, version: Version = version_text) -> S:
+    """The settings; a wrong one ends the process with one line on stderr and status 2, `--help` and `--version` with status 0."""
+    if "--version" in argv:
+        sys.stdout.write(version(environ) + "\n")
+        raise SystemExit(0)
     try:
         return parse_settings(cls, argv, environ, prog)
     except ConfigError as error:
@@ -71,6 +79,7 @@ def load_settings(cls: type[S], argv: Sequence[str], environ: Mapping[str, str],
 def parse_settings(cls: type[S], argv: Sequence[str], environ: Mapping[str, str], prog: str = "kvrelay") -> S:
     """The settings, or `ConfigError` naming the setting, its unit and its range."""
     parser = _Parser(prog=prog, description=(cls.__doc__ or "").split("\n")[0], allow_abbrev=False, formatter_class=_HelpFormatter)
+    parser.add_argument("--version", action="store_true", help="show what this is, and end")
     for field, kind, meta in _settings(cls):
         option: dict[str, Any] = {"dest": field.name, "default": None, "help": _help(field, kind, meta)}
         if _base(kind) is bool:

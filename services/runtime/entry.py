@@ -10,9 +10,10 @@ from contextlib import asynccontextmanager
 from typing import Any, Protocol, TypeVar
 
 from kvrelay.errors import KvRelayError
-from services.runtime.config import load_settings
+from services.runtime.config import Version, load_settings
 from services.runtime.logging_setup import setup_logging
 from services.runtime.process import exit_with_parent
+from services.runtime.version import version_text
 
 
 class ProcessSettings(Protocol):
@@ -29,10 +30,15 @@ class ProcessSettings(Protocol):
 Settings = TypeVar("Settings", bound=ProcessSettings)
 
 
-def run_service(role: str, settings_type: type[Settings], serve: Callable[[Settings], Coroutine[Any, Any, None]]) -> None:
+def run_service(
+    role: str,
+    settings_type: type[Settings],
+    serve: Callable[[Settings], Coroutine[Any, Any, None]],
+    version: Version = version_text,
+) -> None:
     """Reads flags and environment, serves until a signal; exits 0 after a drain, 1 with one line for an error with a name."""
     prog = f"python -m services.{role}"
-    settings = load_settings(settings_type, sys.argv[1:], _with_otel_endpoint(os.environ), prog)
+    settings = load_settings(settings_type, sys.argv[1:], _with_otel_endpoint(os.environ), prog, version)
     if settings.exit_with_parent:
         exit_with_parent()
     setup_logging(settings.log_level)
