@@ -5,8 +5,8 @@ if `temperature` is 0, else temperature, top-k, top-p, min-p and a draw.
 
 Draw `index` of a request with `seed` uses one number, a pure function of the two, so that a stream resumed elsewhere goes on
 as it would have: Philox4x64-10 (Salmon et al. 2011) with key words `(seed, 0)` and counter words `(index + 1, 0, 0, 0)`; the
-first output word, shifted right by 11, times 2**-53. It is compared with the cumulative float64 probabilities in the order of
-token ids. numpy's `Philox(key=seed, counter=index)` yields exactly this word first, in every process and on every platform.
+first output word, shifted right by 11, times 2**-53. It is compared with the running float64 sum of the float32 probabilities in the
+order of token ids. numpy's `Philox(key=seed, counter=index)` yields exactly this word first, in every process and on every platform.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ from kvrelay.values import SamplingParams
 
 _Floats = npt.NDArray[np.float32]
 _Doubles = npt.NDArray[np.float64]
+_RUN = 128
+"""Tokens whose probabilities are added up together before a draw looks among them."""
+_COLDEST = float(np.finfo(np.float32).tiny)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,24 +114,41 @@ def _draw(logits: _Floats, params: SamplingParams, number: float) -> int:
     if 0 < params.top_k < logits.shape[0]:
         ids = np.flatnonzero(logits >= np.partition(logits, -params.top_k)[-params.top_k])
         logits = logits[ids]
-    scaled = logits.astype(np.float64) / params.temperature
-    weights: _Doubles = np.exp(scaled - scaled.max())
+    with np.errstate(over="ignore"):
+        weights: _Floats = np.exp((logits - logits.max()) / np.float32(max(params.temperature, _COLDEST)))
     if params.top_p < 1.0:
         weights[weights < _nucleus_floor(weights, params.top_p)] = 0.0
     if params.min_p > 0.0:
         weights[weights < params.min_p] = 0.0
-    cumulative = np.cumsum(weights)
-    chosen = int(np.searchsorted(cumulative, number * cumulative[-1], side="right"))
-    chosen = min(chosen, int(np.flatnonzero(weights)[-1]))
+    chosen = _invert(weights, number)
     return chosen if ids is None else int(ids[chosen])
 
 
-def _nucleus_floor(weights: _Doubles, top_p: float) -> float:
+def _invert(weights: _Floats, number: float) -> int:
+    """The index at which the running sum of `weights`, in float64, passes `number` of the whole. In two levels: a running sum over all
+    of a vocabulary takes longer than everything else about a draw."""
+    count = weights.shape[0]
+    padded = np.zeros(-(-count // _RUN) * _RUN, dtype=np.float32)
+    padded[:count] = weights
+    runs = padded.reshape(-1, _RUN)
+    ends: _Doubles = np.cumsum(runs.sum(axis=1, dtype=np.float64))
+    target = number * ends[-1]
+    run = min(int(np.searchsorted(ends, target, side="right")), ends.shape[0] - 1)
+    within: _Doubles = np.cumsum(runs[run], dtype=np.float64)
+    chosen: int = run * _RUN + int(np.searchsorted(within, target - (ends[run - 1] if run else 0.0), side="right"))
+    if chosen < count and weights[chosen] > 0.0:
+        return chosen
+    # Rounding led past the end of a run: the last token before it that can be drawn.
+    possible = np.flatnonzero(weights[: chosen + 1])
+    return int(possible[-1]) if possible.shape[0] else int(np.flatnonzero(weights)[0])
+
+
+def _nucleus_floor(weights: _Floats, top_p: float) -> np.float32:
     """The smallest weight of the smallest set of likeliest tokens whose share reaches `top_p`; tokens that tie with it count in."""
     descending = np.sort(weights)[::-1]
-    cumulative = np.cumsum(descending)
+    cumulative = np.cumsum(descending, dtype=np.float64)
     last = int(np.searchsorted(cumulative, top_p * cumulative[-1], side="left"))
-    return float(descending[min(last, descending.shape[0] - 1)])
+    return np.float32(descending[min(last, descending.shape[0] - 1)])
 
 
 def _log_sum_exp(logits: _Floats) -> float:
