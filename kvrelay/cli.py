@@ -1,4 +1,4 @@
-"""`kvrelay generate | chat | status | models | schedule`: the SDK on the command line.
+"""`kvrelay generate | chat | status | models | schedule`: the SDK on the command line; `profile` and `doctor` are the suite's own.
 
 Text goes to stdout as it comes, everything else to stderr. Exit status: 0, 1 for an error (`error: REASON: message`), 2 for wrong
 usage, 130 after Ctrl-C, 141 when the reader of stdout went away.
@@ -18,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TextIO
 
-from kvrelay import report, schedule_report
+from kvrelay import report, schedule_report, suite_command
 from kvrelay.client import DEFAULT_TARGET, DEFAULT_TIMEOUT_S, TARGET_ENV
 from kvrelay.errors import InvalidPromptError, KvRelayError
 from kvrelay.request import GenerateOptions, Prompt
@@ -31,6 +31,13 @@ EXIT_BROKEN_PIPE = 141
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv and argv[0] in suite_command.MODULES:
+        # Before any parsing: its options are the suite's business.
+        try:
+            suite_command.run(argv[0], argv[1:], os.environ)
+        except KvRelayError as error:
+            return _report_error(error)
     args = _parser().parse_args(argv)
     if sys.stdout is None:  # as after `>&-`
         print("error: standard output is closed", file=sys.stderr)
@@ -54,7 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _report_error(error: KvRelayError) -> int:
-    sys.stdout.flush()
+    if sys.stdout is not None:
+        sys.stdout.flush()
     print(f"error: {error.reason}: {error.message}", file=sys.stderr)
     return 1
 
@@ -262,6 +270,9 @@ def _parser() -> argparse.ArgumentParser:
     schedule.add_argument("file", type=Path, metavar="FILE", help="what a worker has written")
     schedule.add_argument("--last", type=_count, metavar="N", help="only the last N steps; the summary counts all")
     schedule.set_defaults(run=_schedule)
+
+    for name, text in suite_command.HELP.items():
+        commands.add_parser(name, add_help=False, help=text)
     return parser
 
 
