@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
-"""The architectures that `write_tiny_model` knows."""
+"""The architectures that every decoder computes."""
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END)
@@ -30,6 +30,7 @@ _ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "mistral": "MistralForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
 }
 _MERGED_PAIRS = (
     "t h,th e,i n,e r,a n,r e,o n,Ġ the,Ġ a,Ġ t,e n,o u,Ġ s,Ġ w,i s,a t,o r,e s,Ġ in,in g,"
@@ -47,13 +48,13 @@ def write_tiny_model(
     dtype: torch.dtype = torch.float32,
     **config_overrides: Any,
 ) -> Path:
-    """Writes a tiny random model of `family` (see `FAMILIES`) into `folder` and returns `folder`.
+    """Writes a tiny random model of `family` (of `FAMILIES`, or 'gemma3') into `folder` and returns `folder`.
 
     hidden 64, 2 layers, 4 query and 2 KV heads of 16, vocabulary 300; `config_overrides` replace entries of config.json
     (`num_hidden_layers=3`, `sliding_window=32`). With `shards` > 1 the weights are split over that many safetensors files and an index.
     """
-    if family not in FAMILIES:
-        raise ValueError(f"unknown family {family!r}, known: {FAMILIES}")
+    if family not in _ARCHITECTURES:
+        raise ValueError(f"unknown family {family!r}, known: {', '.join(_ARCHITECTURES)}")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     config = tiny_config(family, tied=tied, **config_overrides)
@@ -95,6 +96,17 @@ def tiny_config(family: str, *, tied: bool = True, **overrides: Any) -> dict[str
         config["sliding_window"] = 32
     if family in ("qwen2", "qwen3"):
         config |= {"use_sliding_window": False, "sliding_window": None, "max_window_layers": 2}
+    if family == "gemma3":
+        del config["hidden_act"], config["rope_theta"]
+        config |= {
+            "model_type": "gemma3_text",
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 32,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_theta": 1_000_000.0,
+            "rope_local_base_freq": 10_000.0,
+        }
     return config | overrides
 
 
@@ -144,7 +156,7 @@ def _tensors(family: str, config: dict[str, Any], seed: int) -> dict[str, torch.
         return torch.randn(rows, columns, generator=generator) * (gain / columns**0.5)
 
     def norm(size: int) -> torch.Tensor:
-        return 1.0 + 0.1 * torch.randn(size, generator=generator)
+        return (family != "gemma3") + 0.1 * torch.randn(size, generator=generator)
 
     # The residual branches outweigh the embedding, or a tied model would only repeat its last token.
     tensors = {"model.embed_tokens.weight": matrix(config["vocab_size"], hidden, 2.0)}
@@ -152,6 +164,9 @@ def _tensors(family: str, config: dict[str, Any], seed: int) -> dict[str, torch.
         prefix = f"model.layers.{layer}."
         tensors[prefix + "input_layernorm.weight"] = norm(hidden)
         tensors[prefix + "post_attention_layernorm.weight"] = norm(hidden)
+        if family == "gemma3":
+            tensors[prefix + "pre_feedforward_layernorm.weight"] = norm(hidden)
+            tensors[prefix + "post_feedforward_layernorm.weight"] = norm(hidden)
         for name, rows in (("q", query), ("k", key), ("v", key)):
             tensors[f"{prefix}self_attn.{name}_proj.weight"] = matrix(rows, hidden, 1.5)
             if family == "qwen2" or config.get("attention_bias"):
@@ -159,7 +174,7 @@ def _tensors(family: str, config: dict[str, Any], seed: int) -> dict[str, torch.
         tensors[prefix + "self_attn.o_proj.weight"] = matrix(hidden, query, 2.0)
         if config.get("attention_bias"):
             tensors[prefix + "self_attn.o_proj.bias"] = 0.3 * torch.randn(hidden, generator=generator)
-        if family == "qwen3":
+        if family in ("qwen3", "gemma3"):
             tensors[prefix + "self_attn.q_norm.weight"] = norm(config["head_dim"])
             tensors[prefix + "self_attn.k_norm.weight"] = norm(config["head_dim"])
         tensors[prefix + "mlp.gate_proj.weight"] = matrix(inner, hidden)

@@ -93,11 +93,13 @@ def plan_attention(spans: Sequence[Span], pool: KvPool, rules: Rules, windows: f
 class PagedAttention:
     """Attention of one model over one pool."""
 
-    __slots__ = ("_pool", "_query_heads", "_rules")
+    __slots__ = ("_pool", "_query_heads", "_rules", "_scale")
 
-    def __init__(self, pool: KvPool, query_heads: int, rules: Rules) -> None:
+    def __init__(self, pool: KvPool, query_heads: int, scale: float, rules: Rules) -> None:
+        """`scale` is a factor of the scores."""
         self._pool = pool
         self._query_heads = query_heads
+        self._scale = scale
         self._rules = rules
 
     def write(self, plan: AttentionPlan, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -128,7 +130,7 @@ class PagedAttention:
         padded_rows = self._rules.pad_queries(group)
         if padded_rows > group:
             folded = F.pad(folded, (0, 0, 0, padded_rows - group))
-        out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask)
+        out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=self._scale)
         return out[:, :, :group].reshape(call.sequences, -1)
 
     def _prefill(self, call: _Read, layer: int, mask: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
@@ -136,7 +138,9 @@ class PagedAttention:
         count = queries.shape[0]
         if mask.shape[0] > count:
             queries = F.pad(queries, (0, 0, 0, 0, 0, mask.shape[0] - count))
-        out = F.scaled_dot_product_attention(queries.transpose(0, 1)[None], keys, values, attn_mask=mask, enable_gqa=True)
+        out = F.scaled_dot_product_attention(
+            queries.transpose(0, 1)[None], keys, values, attn_mask=mask, enable_gqa=True, scale=self._scale
+        )
         return out[0].transpose(0, 1)[:count].reshape(count, -1)
 
 

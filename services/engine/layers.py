@@ -103,8 +103,9 @@ class Rope:
 
     __slots__ = ("table",)
 
-    def __init__(self, config: ModelConfig, device: torch.device) -> None:
-        speeds = torch.tensor(config.rope.inverse_frequencies(config.head_dim), dtype=torch.float32)
+    def __init__(self, config: ModelConfig, device: torch.device, layer: int = 0) -> None:
+        """For one layer, and those that have its `config.rope_of`."""
+        speeds = torch.tensor(config.rope_of(layer).inverse_frequencies(config.head_dim), dtype=torch.float32)
         angles = torch.arange(config.max_positions, dtype=torch.float32)[:, None] * speeds
         angles = torch.cat((angles, angles), dim=-1)
         self.table = torch.stack((angles.cos(), angles.sin())).to(device)
@@ -124,15 +125,16 @@ class Rope:
 
 
 class GatedMlp:
-    """`down(silu(gate(x)) * up(x))`."""
+    """`down(act(gate(x)) * up(x))`, where `act` is SiLU or GELU in its tanh form."""
 
-    __slots__ = ("_down", "_gate_up")
+    __slots__ = ("_down", "_gate_up", "_gelu")
 
-    def __init__(self, gate_up: Linear, down: Linear) -> None:
+    def __init__(self, gate_up: Linear, down: Linear, *, gelu: bool) -> None:
         self._gate_up = gate_up
         self._down = down
+        self._gelu = gelu
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """`[rows, hidden] -> [rows, hidden]`."""
         gate, up = self._gate_up(x).chunk(2, dim=-1)
-        return self._down(F.silu(gate) * up)
+        return self._down((F.gelu(gate, approximate="tanh") if self._gelu else F.silu(gate)) * up)

@@ -13,7 +13,7 @@ from kvrelay.errors import ConfigError
 from services.engine.decoder import Decoder, ForwardEntry
 from services.engine.demo_model import default_cache_dir
 from services.engine.kv_pool import KvPool
-from services.engine.model_config import ModelConfig
+from services.engine.model_config import ModelConfig, ModelFamily
 from services.engine.native.build import NativeKernelsUnavailable
 from services.engine.native.decoder import NativeDecoder
 from services.engine.quantization import SCHEMES
@@ -61,7 +61,7 @@ class ModelOptions:
 
 
 class LlamaModel:
-    """Llama, Qwen2, Qwen3 and Mistral. Owned by one thread."""
+    """Llama, Qwen2, Qwen3, Mistral and Gemma 3. Owned by one thread."""
 
     def __init__(self, config: ModelConfig, weights: ModelWeights, options: ModelOptions) -> None:
         """Takes over the weights, not quantized yet and of the options' dtype and device. `ConfigError` if the kernels cannot be had."""
@@ -106,6 +106,8 @@ def choose_decoder(config: ModelConfig, weights: ModelWeights, options: ModelOpt
     if options.kernels == "torch" or options.device.type != "cpu":
         return TorchDecoder(config, weights)
     try:
+        if config.family is ModelFamily.GEMMA3:
+            raise NativeKernelsUnavailable("the native kernels do not compute Gemma 3")
         return NativeDecoder(config, weights, options.threads, options.cache_dir)
     except NativeKernelsUnavailable as error:
         if options.kernels == "native":

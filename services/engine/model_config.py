@@ -20,6 +20,8 @@ class ModelFamily(enum.Enum):
     QWEN2 = "Qwen2ForCausalLM"
     QWEN3 = "Qwen3ForCausalLM"
     MISTRAL = "MistralForCausalLM"
+    GEMMA3 = "Gemma3ForCausalLM"
+    """Text only."""
 
 
 class RopeScaling(enum.Enum):
@@ -93,6 +95,18 @@ class ModelConfig:
     bos_id: int | None
     stored_dtype: str
     """dtype named in config.json ('bfloat16', 'float32', ...), '' if none."""
+    query_pre_attn_scalar: float = 0.0
+    """Attention scores are divided by its square root; 0 is `head_dim`."""
+    local_rope: RopeConfig | None = None
+    """Rope of the layers that have a window, where it differs from `rope`."""
+    embedding_scale: float = 1.0
+    """Factor of the embedded tokens."""
+    gelu: bool = False
+    """The MLP's gate is GELU in its tanh form, not SiLU."""
+    post_norms: bool = False
+    """RMSNorm after attention and after the MLP, before each is added to the residual."""
+    unit_gains: bool = False
+    """Norm gains are stored less 1; they are loaded with it."""
 
     @classmethod
     def from_folder(cls, folder: Path) -> ModelConfig:
@@ -105,6 +119,15 @@ class ModelConfig:
             raise ModelLoadError(f"{folder / 'config.json'} has no entry {error}", folder=folder) from error
         except (TypeError, ValueError) as error:
             raise ModelLoadError(f"{folder / 'config.json'} is malformed: {error}", folder=folder) from error
+
+    @property
+    def query_scale(self) -> float:
+        """Factor of the attention scores."""
+        return 1 / math.sqrt(self.query_pre_attn_scalar or self.head_dim)
+
+    def rope_of(self, layer: int) -> RopeConfig:
+        """The rope of one layer."""
+        return self.local_rope if self.local_rope and self.windows[layer] else self.rope
 
     @property
     def query_size(self) -> int:
@@ -132,7 +155,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
     family = _family(raw)
-    _refuse_what_is_not_computed(raw)
+    _refuse_what_is_not_computed(family, raw)
     layers, hidden, heads = int(raw["num_hidden_layers"]), int(raw["hidden_size"]), int(raw["num_attention_heads"])
     kv_heads = int(raw.get("num_key_value_heads") or heads)
     head_dim = int(raw.get("head_dim") or hidden // heads)
@@ -144,6 +167,8 @@ def _parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig
     bos = raw.get("bos_token_id", generation.get("bos_token_id"))
     all_bias = bool(raw.get("attention_bias", False))
     max_positions = int(raw["max_position_embeddings"])
+    rope, local_rope = _ropes(family, raw, max_positions)
+    gemma = family is ModelFamily.GEMMA3
     return ModelConfig(
         family=family,
         layers=layers,
@@ -155,15 +180,21 @@ def _parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig
         vocab_size=int(raw["vocab_size"]),
         max_positions=max_positions,
         norm_epsilon=float(raw.get("rms_norm_eps", 1e-6)),
-        rope=_rope(raw, max_positions),
-        tied=bool(raw.get("tie_word_embeddings", False)),
+        rope=rope,
+        tied=bool(raw.get("tie_word_embeddings", gemma)),
         qkv_bias=all_bias or family is ModelFamily.QWEN2,
         output_bias=all_bias and family is not ModelFamily.QWEN2,
-        qk_norm=family is ModelFamily.QWEN3,
+        qk_norm=gemma or family is ModelFamily.QWEN3,
         windows=_windows(family, raw, layers),
         eos_ids=tuple(int(item) for item in (eos if isinstance(eos, list) else [] if eos is None else [eos])),
         bos_id=None if bos is None else int(bos),
         stored_dtype=str(raw.get("dtype") or raw.get("torch_dtype") or ""),
+        query_pre_attn_scalar=float(raw.get("query_pre_attn_scalar", 256)) if gemma else 0.0,
+        local_rope=local_rope,
+        embedding_scale=hidden**0.5 if gemma else 1.0,
+        gelu=gemma,
+        post_norms=gemma,
+        unit_gains=gemma,
     )
 
 
@@ -176,10 +207,14 @@ def _family(raw: Mapping[str, Any]) -> ModelFamily:
     raise ModelLoadError(f"unsupported architecture {', '.join(map(str, names)) or '(none named)'}; supported: {', '.join(known)}")
 
 
-def _refuse_what_is_not_computed(raw: Mapping[str, Any]) -> None:
-    activation = raw.get("hidden_act", "silu")
-    if activation != "silu":
-        raise ModelLoadError(f"unsupported hidden_act {activation!r}; supported: 'silu'")
+def _refuse_what_is_not_computed(family: ModelFamily, raw: Mapping[str, Any]) -> None:
+    name, supported = ("hidden_activation", "gelu_pytorch_tanh") if family is ModelFamily.GEMMA3 else ("hidden_act", "silu")
+    activation = raw.get(name, supported)
+    if activation != supported:
+        raise ModelLoadError(f"unsupported {name} {activation!r}; supported: {supported!r}")
+    for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+        if raw.get(name):
+            raise ModelLoadError(f"unsupported {name}: {raw[name]}")
     if raw.get("mlp_bias"):
         raise ModelLoadError("unsupported mlp_bias: true")
     if raw.get("quantization_config"):
@@ -187,6 +222,16 @@ def _refuse_what_is_not_computed(raw: Mapping[str, Any]) -> None:
     partial = (raw.get("rope_parameters") or {}).get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
     if partial != 1.0:
         raise ModelLoadError(f"unsupported partial_rotary_factor {partial}")
+
+
+def _ropes(family: ModelFamily, raw: Mapping[str, Any], max_positions: int) -> tuple[RopeConfig, RopeConfig | None]:
+    """The rope of all layers, and that of those with a window where it differs (Gemma 3)."""
+    if family is not ModelFamily.GEMMA3:
+        return _rope(raw, max_positions), None
+    by_kind = raw.get("rope_parameters") or {}
+    everywhere = {**raw, "rope_theta": raw.get("rope_theta") or 1e6, "rope_parameters": by_kind.get("full_attention")}
+    nearby = {"rope_theta": raw.get("rope_local_base_freq") or 1e4, "rope_parameters": by_kind.get("sliding_attention")}
+    return _rope(everywhere, max_positions), _rope(nearby, max_positions)
 
 
 def _rope(raw: Mapping[str, Any], max_positions: int) -> RopeConfig:
@@ -218,9 +263,12 @@ def _windows(family: ModelFamily, raw: Mapping[str, Any], layers: int) -> tuple[
         return (0,) * layers
     if family is ModelFamily.MISTRAL:
         return (window,) * layers
-    if not raw.get("use_sliding_window", False):
-        return (0,) * layers
     kinds = raw.get("layer_types")
+    if family is ModelFamily.GEMMA3:
+        pattern = int(raw.get("sliding_window_pattern") or 6)
+        kinds = kinds or ["sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in range(layers)]
+    elif not raw.get("use_sliding_window", False):
+        return (0,) * layers
     if kinds is None:
         first = int(raw.get("max_window_layers", layers))
         return tuple(window if layer >= first else 0 for layer in range(layers))

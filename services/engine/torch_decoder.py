@@ -30,7 +30,7 @@ class TorchDecoder:
         self._layers = [_Layer(config, layer, window, self._rules) for layer, window in zip(weights.layers, config.windows, strict=True)]
         self._final_norm = RmsNorm(weights.final_norm, config.norm_epsilon)
         self._head = linear(weights.head, None, self._rules)
-        self._rope = Rope(config, self._device)
+        self._ropes = {config.rope_of(layer): Rope(config, self._device, layer) for layer in range(config.layers)}
         self._windows = frozenset(config.windows)
 
     def forward(self, entries: Sequence[ForwardEntry], pool: KvPool) -> torch.Tensor:
@@ -40,12 +40,13 @@ class TorchDecoder:
         token_ids = [token_id for index in plan.order for token_id in entries[index].token_ids]
         rows = self._rules.pad_rows(len(token_ids))
         padding = [0] * (rows - len(token_ids))
-        hidden = F.embedding(self._indices(token_ids + padding), self._embedding).to(self._dtype)
-        rope = self._rope.at(self._indices(plan.positions + padding))
-        attention = PagedAttention(pool, self._config.query_heads, self._rules)
+        hidden = F.embedding(self._indices(token_ids + padding), self._embedding).to(self._dtype) * self._config.embedding_scale
+        positions = self._indices(plan.positions + padding)
+        ropes = {key: rope.at(positions) for key, rope in self._ropes.items()}
+        attention = PagedAttention(pool, self._config.query_heads, self._config.query_scale, self._rules)
         scratch = torch.zeros(rows, self._config.query_size, dtype=self._dtype, device=self._device)
         for number, layer in enumerate(self._layers):
-            hidden = layer.forward(number, hidden, rope, plan, attention, scratch)
+            hidden = layer.forward(number, hidden, ropes[self._config.rope_of(number)], plan, attention, scratch)
         return self._logits(hidden, _last_rows(entries, plan.order))
 
     def _logits(self, hidden: torch.Tensor, rows: list[int]) -> torch.Tensor:
@@ -62,21 +63,29 @@ class TorchDecoder:
 class _Layer:
     """One decoder layer."""
 
-    __slots__ = ("_config", "_input_norm", "_key_norm", "_mlp", "_mlp_norm", "_output", "_qkv", "_query_norm", "_window")
+    __slots__ = (
+        "_config", "_input_norm", "_key_norm", "_mlp", "_mlp_norm", "_output", "_post_attention_norm", "_post_mlp_norm", "_qkv",
+        "_query_norm", "_window",
+    )  # fmt: skip
 
     def __init__(self, config: ModelConfig, weights: LayerWeights, window: int, rules: Rules) -> None:
         def norm(gain: torch.Tensor) -> RmsNorm:
             return RmsNorm(gain, config.norm_epsilon)
 
+        def maybe_norm(gain: torch.Tensor | None) -> RmsNorm | None:
+            return norm(gain) if gain is not None else None
+
         self._config = config
         self._window = window
         self._input_norm = norm(weights.input_norm)
         self._qkv = linear(weights.qkv, weights.qkv_bias, rules)
-        self._query_norm = norm(weights.query_norm) if weights.query_norm is not None else None
-        self._key_norm = norm(weights.key_norm) if weights.key_norm is not None else None
+        self._query_norm = maybe_norm(weights.query_norm)
+        self._key_norm = maybe_norm(weights.key_norm)
         self._output = linear(weights.output, weights.output_bias, rules)
         self._mlp_norm = norm(weights.mlp_norm)
-        self._mlp = GatedMlp(linear(weights.gate_up, None, rules), linear(weights.down, None, rules))
+        self._mlp = GatedMlp(linear(weights.gate_up, None, rules), linear(weights.down, None, rules), gelu=config.gelu)
+        self._post_attention_norm = maybe_norm(weights.post_attention_norm)
+        self._post_mlp_norm = maybe_norm(weights.post_mlp_norm)
 
     def forward(
         self,
@@ -98,8 +107,10 @@ class _Layer:
         rotary = Rope.rotate(rotary, *rope)[:tokens]
         attention.write(plan, number, rotary[:, config.query_heads :], values[:tokens])
         attention.read(plan, number, self._window, rotary[:, : config.query_heads], scratch)
-        hidden = hidden + self._output(scratch)
-        return hidden + self._mlp(self._mlp_norm(hidden))
+        attended = self._output(scratch)
+        hidden = hidden + (self._post_attention_norm(attended) if self._post_attention_norm else attended)
+        inner = self._mlp(self._mlp_norm(hidden))
+        return hidden + (self._post_mlp_norm(inner) if self._post_mlp_norm else inner)
 
 
 def _last_rows(entries: Sequence[ForwardEntry], order: Sequence[int]) -> list[int]:

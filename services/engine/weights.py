@@ -42,6 +42,9 @@ class LayerWeights:
     """`[2 * inner, hidden]`: gate rows, then up."""
     down: Matrix
     """`[hidden, inner]`"""
+    post_attention_norm: torch.Tensor | None = None
+    """`[hidden]`, like the next: of what attention, or the MLP, adds to the residual."""
+    post_mlp_norm: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +110,8 @@ def load_weights(folder: Path, config: ModelConfig, dtype: torch.dtype, device: 
             if not tensor.is_floating_point():
                 raise ModelLoadError(f"tensor {name} is {tensor.dtype}; only floating point is supported", folder=folder, tensor=name)
             target.copy_(tensor)
+            if config.unit_gains and name.endswith("norm.weight"):
+                target += 1
     if wanted:
         first = next(iter(wanted))
         raise ModelLoadError(f"{folder} lacks {len(wanted)} tensors, the first is {first}", folder=folder, tensor=first)
@@ -191,9 +196,11 @@ def _allocate(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> 
                 key_norm=whole(attention + "k_norm.weight", config.head_dim) if config.qk_norm else None,
                 output=whole(attention + "o_proj.weight", hidden, config.query_size),
                 output_bias=whole(attention + "o_proj.bias", hidden) if config.output_bias else None,
-                mlp_norm=whole(prefix + "post_attention_layernorm.weight", hidden),
+                mlp_norm=whole(prefix + ("pre_feedforward" if config.post_norms else "post_attention") + "_layernorm.weight", hidden),
                 gate_up=fused(prefix + "mlp.{}_proj.weight", {"gate": inner, "up": inner}, hidden),
                 down=whole(prefix + "mlp.down_proj.weight", hidden, inner),
+                post_attention_norm=whole(prefix + "post_attention_layernorm.weight", hidden) if config.post_norms else None,
+                post_mlp_norm=whole(prefix + "post_feedforward_layernorm.weight", hidden) if config.post_norms else None,
             )
         )
     final_norm = whole("model.norm.weight", hidden)

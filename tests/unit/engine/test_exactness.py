@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from services.engine.exactness import KEY_BLOCK, Rules, round_up, rules_for
 from services.engine.exactness_check import probe_model, violations
 from services.engine.kv_pool import KvPool
 from services.engine.layers import linear
+from services.engine.model import load_model
 from tests.engine_runs import KERNELS, MODES, options
+from tests.tiny_models import write_tiny_model
 
 RULES = rules_for(torch.device("cpu"))
 LAX = dataclasses.replace(RULES, linear_rows=1, query_rows=1, key_tails=tuple(range(1, KEY_BLOCK + 1)))
@@ -29,6 +32,11 @@ HEADS = ((9, 3, 64), (4, 2, 16), (14, 2, 64), (8, 8, 128))
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_a_decoder_is_exact(kernels: str, mode: str, head_dim: int) -> None:
     assert violations(probe_model(options(mode, kernels), head_dim=head_dim)) == []
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_gemma_is_exact_too(tmp_path: Path, mode: str) -> None:
+    assert violations(load_model(write_tiny_model(tmp_path, "gemma3"), options(mode, "torch"))) == []
 
 
 def test_a_decoder_that_looks_at_its_batch_is_found_out() -> None:

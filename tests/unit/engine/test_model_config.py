@@ -54,6 +54,17 @@ def test_windows_follow_family_flag_and_layer(tmp_path: Path) -> None:
     assert read(tmp_path, "qwen3", sliding_window=9, use_sliding_window=True, layer_types=kinds).windows == (9, 0)
 
 
+def test_gemma_has_its_norms_scales_and_two_ropes(tmp_path: Path) -> None:
+    config = read(tmp_path, "gemma3", drop="layer_types", num_hidden_layers=7, hidden_size=256, query_pre_attn_scalar=64)
+    assert config.windows == (32, 32, 32, 32, 32, 0, 32)
+    assert [config.rope_of(layer).theta for layer in (0, 5)] == [1e4, 1e6]
+    assert config.post_norms and config.unit_gains and config.gelu and config.qk_norm
+    assert (config.embedding_scale, config.query_scale) == (16.0, 0.125)
+    plain = read(tmp_path, "mistral")
+    assert not (plain.post_norms or plain.unit_gains or plain.gelu)
+    assert (plain.embedding_scale, plain.query_scale, plain.rope_of(1)) == (1.0, 0.25, plain.rope)
+
+
 def test_end_tokens_come_from_the_generation_config_first(tmp_path: Path) -> None:
     assert read(tmp_path).eos_ids == (2,)
     assert read(tmp_path, generation={"eos_token_id": [2, 0]}).eos_ids == (2, 0)
@@ -91,6 +102,9 @@ def test_llama3_stretching_keeps_short_waves_and_divides_long_ones() -> None:
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2}}, "yarn"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
         ({"hidden_act": "gelu"}, "gelu"),
+        ({"family": "gemma3", "hidden_activation": "silu"}, "silu"),
+        ({"family": "gemma3", "final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ({"family": "gemma3", "use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ({"mlp_bias": True}, "mlp_bias"),
         ({"quantization_config": {"bits": 4}}, "quantised"),
         ({"num_attention_heads": 3}, "evenly"),
