@@ -105,6 +105,8 @@ def worker_settings(settings: SuiteSettings) -> dict[str, object]:
         "max_num_batched_tokens": settings.max_num_batched_tokens,
         "max_num_seqs": settings.max_num_seqs,
         "max_waiting": settings.max_waiting,
+        "profile": settings.profile,
+        "exactness_check": settings.exactness_check,
         "lease_ttl_s": settings.lease_ttl_s,
     }
 

@@ -1,10 +1,13 @@
 """Run as a process of its own: turns what a model was called into a folder, and prints that folder as one line of JSON.
 
+On a new machine it also compiles the native kernels, so that the workers, which start together, find them made.
+
 It is a process because a conversion needs torch, which the launcher has no other use for.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -12,12 +15,18 @@ from pathlib import Path
 from kvrelay.errors import ModelLoadError
 
 
-def main(name: str, cache_dir: str) -> int:
+def main(name: str, cache_dir: str, kernels: str) -> int:
     """Prints {"path": folder, "name": what requests call it} and returns 0, or {"error": message} and returns 1."""
     from services.engine.demo_model import resolve_model, served_name
+    from services.engine.native.build import NativeKernelsUnavailable, library_path
 
+    cache = Path(cache_dir).expanduser()
+    if kernels != "torch":
+        # A worker says in its log what computes instead, or refuses to start.
+        with contextlib.suppress(NativeKernelsUnavailable):
+            library_path(cache)
     try:
-        folder = resolve_model(name, Path(cache_dir).expanduser())
+        folder = resolve_model(name, cache)
         answer = {"path": str(folder.resolve()), "name": served_name(name, folder)}
     except ModelLoadError as error:
         answer = {"error": error.message}

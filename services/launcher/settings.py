@@ -46,6 +46,12 @@ class SuiteSettings:
         "fcfs", "whose prompt is computed first: first come, or shortest rest with ageing", choices=("fcfs", "shortest")
     )
     explain_schedule: str = setting("", "folder to which workers explain each step, for `kvrelay schedule`; empty: none")
+    profile: str = setting("", "file of `kvrelay profile`: what workers' steps cost here; empty: learnt from the first ones")
+    exactness_check: str = setting(
+        "warn",
+        "what workers do at the start where answers would depend on batch, chunks and cache",
+        choices=("warn", "refuse", "off"),
+    )
     split_threshold_tokens: int = setting(
         256, "uncached prompt tokens from which a request is split (mode hybrid)", unit="tokens", minimum=0
     )

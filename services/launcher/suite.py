@@ -73,7 +73,7 @@ async def _running(
             policy=policy,
             start_timeout_s=settings.start_timeout_s,
             grace_s=settings.drain_grace_s,
-            threads=settings.threads,
+            threads=max(1, settings.threads),
             report=report,
         ) as supervisor:
             if redis is not None and settings.max_restarts > 0:
@@ -110,8 +110,9 @@ async def resolve_model(settings: SuiteSettings, environ: Mapping[str, str], rep
     folder = local_folder(settings.model)
     if folder is not None:
         return replace(settings, model=str(folder))
-    report(f"preparing the model {settings.model} (the first time takes some seconds)")
-    argv = [sys.executable, "-m", "services.launcher.prepare_model", settings.model, settings.cache_dir]
+    report(f"preparing the model {settings.model} and the kernels for this CPU (the first time takes some seconds)")
+    kernels = settings.kernels if settings.device == "cpu" else "torch"
+    argv = [sys.executable, "-m", "services.launcher.prepare_model", settings.model, settings.cache_dir, kernels]
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
         *argv, stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe, env=child_environ(environ)
