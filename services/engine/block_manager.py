@@ -52,7 +52,7 @@ class BlockTable:
         self.pages: list[int] = []
         self.chain: list[CachedBlock] = []
         """Published blocks, each referenced by this table. `chain[i].page` differs from `pages[i]` where another sequence
-        published the same block first: then both pages are held until this table is freed."""
+        published the same block first: then both pages are held until this table is freed, or grows and finds no other page."""
         self.shared = 0
         """Leading pages taken from the cache: read-only."""
         self.publishing = True
@@ -170,8 +170,14 @@ class BlockManager:
         return True
 
     def grow(self, table: BlockTable, tokens: int) -> bool:
-        """Sees to it that a reserved table has pages for `tokens` tokens; all, or (False) nothing changes."""
+        """Sees to it that a reserved table has pages for `tokens` tokens, all or (False) none.
+
+        When they run out the table gives up its copies of published blocks, so that a sequence never needs more pages than blocks:
+        its earlier pages may be others afterwards, and nobody but the engine may be reading them.
+        """
         wanted = self.blocks_for(tokens) - len(table.pages)
+        if wanted > self.available_pages:
+            self._drop_copies(table)
         if wanted > self.available_pages:
             return False
         table.pages.extend(self._take_page() for _ in range(wanted))
@@ -252,6 +258,13 @@ class BlockManager:
         if block.refs == 0:
             del self._evictable[block.digest]
         block.refs += 1
+
+    def _drop_copies(self, table: BlockTable) -> None:
+        for index, block in enumerate(table.chain):
+            if table.pages[index] != block.page:
+                self._free.append(table.pages[index])
+                table.pages[index] = block.page
+                self.version += 1
 
     def _take_page(self) -> int:
         if self._free:

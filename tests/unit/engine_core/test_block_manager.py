@@ -95,6 +95,20 @@ def test_a_table_grows_by_free_pages_then_by_evicting_and_then_not_at_all() -> N
     blocks.check_integrity([table])
 
 
+def test_a_table_that_finds_no_page_gives_up_its_copies_of_published_blocks() -> None:
+    blocks = manager(num_pages=4)
+    first, second = blocks.open([*range(8)]), blocks.open([*range(8)])
+    assert blocks.reserve(first) and blocks.reserve(second)
+    for table in (first, second):
+        blocks.publish(table, [*range(8)], 8)
+    blocks.free(first)
+    assert (blocks.free_pages, blocks.cached_pages) == (0, 0), "two blocks in four pages, all of them the second one's"
+    assert blocks.grow(second, 16) and len(set(second.pages)) == 4
+    blocks.check_integrity([second])
+    blocks.free(second)
+    assert (blocks.free_pages, blocks.cached_pages) == (2, 2)
+
+
 def test_pages_that_are_to_stay_for_others_are_not_given_away() -> None:
     blocks = manager(num_pages=4)
     blocks.free(held(blocks, [*range(8)]))

@@ -199,6 +199,13 @@ class TestAdmission:
         bench.run()
         assert tokens(bench, "a") == expected_answer(one) and bench.core.load().held_pages == 8
 
+    def test_a_prompt_that_was_computed_twice_at_once_does_not_take_twice_the_pages_for_ever(self) -> None:
+        # Both prompts in one step, so neither finds the other's blocks; the second answer then needs all eight pages.
+        first, second = request("a", 1, 8, 1), request("b", 1, 8, 24)
+        bench = bench_of(first, second)
+        let_finish(bench)
+        assert tokens(bench, "a") == expected_answer(first) and tokens(bench, "b") == expected_answer(second)
+
     def test_answers_do_not_take_pages_before_they_need_them_but_the_load_tells_what_is_claimed(self) -> None:
         bench = bench_of(request("a", 1, 8, 17))
         bench.step()
