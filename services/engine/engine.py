@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -18,20 +19,27 @@ from kvrelay.handle import KvLayout, ModelIdentity
 from services.engine.api import Admitted, BlockChanges, EngineLoad, EngineRequest, Failed
 from services.engine.block_manager import BlockChangeLog, BlockManager
 from services.engine.core import EngineCore
+from services.engine.cost_model import StepCostModel
 from services.engine.demo_model import default_cache_dir
 from services.engine.detokenizer import TokenBytes
 from services.engine.device_model import DeviceModel
 from services.engine.identity import identity_of, layout_of, read_tokenizer_files
 from services.engine.kv_pool import KvPool
-from services.engine.model import DTYPES, ModelOptions, load_model
+from services.engine.model import DTYPES, LlamaModel, ModelOptions, load_model
+from services.engine.profile import Profile, ProfiledModel, Setup, read_profile
 from services.engine.quantization import SCHEMES
 from services.engine.runner import Add, Release, Resume, Runner, RunnerOptions, StepReport
 from services.engine.schedule_log import ScheduleLog
 from services.engine.scheduler import RETRY_AFTER_S, SchedulerLimits
+from services.engine.start_check import EXACTNESS_CHECKS, check_exactness
+from services.engine.step_coefficients import Floors
 from services.engine.stream import Stream
 from services.engine.torch_decoder import TorchDecoder
 from services.engine.validation import RequestLimits
+from services.runtime.machine import this_machine
 from services.runtime.offloop import assert_off_loop
+
+log = logging.getLogger(__name__)
 
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """Tokens a page can hold."""
@@ -72,6 +80,10 @@ class EngineSettings:
     """Whose prompt is computed first: one of `policies.ORDERS`."""
     explain_schedule: str = ""
     """File to which each step is explained; '' for none."""
+    profile: str = ""
+    """File of the model's step cost on this machine, to begin with; '' learns it from the first steps."""
+    exactness_check: str = "warn"
+    """What to do where answers would depend on their company: one of `start_check.EXACTNESS_CHECKS`."""
     max_context_tokens: int = 0
     """Prompt and answer together; 0 is the model's own limit."""
     threads: int = 1
@@ -88,6 +100,8 @@ class EngineSettings:
         for name, value in (("dtype", self.dtype), ("kv_dtype", self.kv_dtype)):
             if value not in DTYPES:
                 raise ConfigError(f"{name} must be one of {', '.join(DTYPES)}, got {value!r}")
+        if self.exactness_check not in EXACTNESS_CHECKS:
+            raise ConfigError(f"exactness_check must be one of {', '.join(EXACTNESS_CHECKS)}, got {self.exactness_check!r}")
         if self.block_size not in BLOCK_SIZES:
             raise ConfigError(f"block_size must be one of {', '.join(map(str, BLOCK_SIZES))} tokens, got {self.block_size}")
         if self.threads < 1:
@@ -300,10 +314,12 @@ class Engine:
         )
         files = read_tokenizer_files(settings.model_path)
         token_bytes = TokenBytes(_tokenizer(files["tokenizer.json"]))
+        profile = read_profile(Path(settings.profile).expanduser()) if settings.profile else None
         torch.set_num_threads(1)
         model = load_model(settings.model_path, options)
         if model.decoder.name == TorchDecoder.name:
             torch.set_num_threads(settings.threads)
+        check_exactness(model, settings.exactness_check)
         config = model.config
         name = settings.model_name or settings.model_path.name
         self._identity = identity_of(
@@ -331,9 +347,29 @@ class Engine:
         self._eos_ids = config.eos_ids
         blocks = BlockManager(num_pages, settings.block_size, self._identity.fingerprint)
         schedule_log = ScheduleLog(Path(settings.explain_schedule), scheduling, blocks) if settings.explain_schedule else None
+        log.info("%s is computed by %s with %d threads", name, model.decoder.name, settings.threads)
         return EngineCore(
-            DeviceModel(model, self._pool), token_bytes, blocks, scheduling, self._limits, config.eos_ids, schedule_log=schedule_log
+            DeviceModel(model, self._pool),
+            token_bytes,
+            blocks,
+            scheduling,
+            self._limits,
+            config.eos_ids,
+            self._cost(profile, model),
+            schedule_log,
         )
+
+    def _cost(self, profile: Profile | None, model: LlamaModel) -> StepCostModel:
+        """Where the step cost begins; `ConfigError` if the profile is of a model of other sizes."""
+        settings = self._settings
+        floors = Floors.of(model.config, dtype=settings.dtype, kv_dtype=settings.kv_dtype, quantization=settings.quantization)
+        if profile is None:
+            return StepCostModel(floors.guess(), measured=False)
+        profile.check_sizes(floors)
+        setup = Setup(model.decoder.name, settings.device, settings.threads, settings.block_size, torch.__version__)
+        for difference in profile.differences(ProfiledModel.of(self._identity), setup, this_machine()):
+            log.warning("the profile tells of another setup, until steps correct it: %s", difference)
+        return StepCostModel(profile.coefficients, measured=True)
 
 
 def _tokenizer(content: bytes) -> Tokenizer:

@@ -92,12 +92,24 @@ class Profile:
     error: FitError
     points: tuple[MeasuredPoint, ...]
 
-    def check_model(self, model: ProfiledModel) -> None:
-        """`ConfigError` unless the profile is of this model, whatever either is called."""
-        for field in dataclasses.fields(ProfiledModel):
-            mine, other = getattr(self.model, field.name), getattr(model, field.name)
-            if field.name != "name" and mine != other:
-                raise ConfigError(f"profile: it was measured with {field.name} {mine!r}, the model has {other!r}", setting="profile")
+    def check_sizes(self, floors: Floors) -> None:
+        """`ConfigError` unless these are the floors that were measured against: another model, or other dtypes."""
+        for field in dataclasses.fields(Floors):
+            mine, other = getattr(self.floors, field.name), getattr(floors, field.name)
+            if mine != other:
+                raise _error(f"it is of {self.model.name} in {self.model.dtype}, with {field.name} {mine}; this model has {other}")
+
+    def differences(self, model: ProfiledModel, setup: Setup, machine: Machine) -> list[str]:
+        """What is not as it was measured, and may change the speed: 'threads 1, now 2'."""
+        pairs = {
+            "weights": (self.model.weights_digest, model.weights_digest),
+            "quantization": (self.model.quantization, model.quantization),
+            "kernels": (self.setup.kernels, setup.kernels),
+            "device": (self.setup.device, setup.device),
+            "threads": (self.setup.threads, setup.threads),
+            "CPU": (self.machine.cpu, machine.cpu),
+        }
+        return [f"{name} {then}, now {now}" for name, (then, now) in pairs.items() if then != now]
 
     def dump(self) -> str:
         """The file's text."""

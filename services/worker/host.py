@@ -182,6 +182,8 @@ def _engine_settings(settings: WorkerSettings) -> EngineSettings:
         tbt_objective_ms=settings.tbt_objective_ms,
         prefill_order=settings.prefill_order,
         explain_schedule=settings.explain_schedule,
+        profile=settings.profile,
+        exactness_check=settings.exactness_check,
         max_context_tokens=settings.max_context_tokens,
         threads=settings.threads,
         cache_dir=cache_dir,

@@ -39,6 +39,10 @@ class WorkerSettings:
     tbt_objective_ms: float = setting(0.0, "longest step that policy dynamic aims at", unit="ms", minimum=0)
     prefill_order: str = setting("fcfs", "whose prompt is computed first: first come, or shortest rest with ageing", choices=ORDERS)
     explain_schedule: str = setting("", "file to which each step is explained, for `kvrelay schedule`; empty: none")
+    profile: str = setting("", "file of `kvrelay profile`: what steps cost here; empty: learnt from the first ones")
+    exactness_check: str = setting(
+        "warn", "what to do at the start where answers would depend on batch, chunks and cache", choices=("warn", "refuse", "off")
+    )
     threads: int = setting(1, "computing threads", unit="threads")
     cpus: str = setting("", "cores to pin the computing threads to, such as 0 or 0,1; empty: none")
     store_address: str = setting("", "host:port of the KV block store; empty: none")

@@ -114,11 +114,18 @@ def test_a_file_that_is_no_profile_is_refused_by_its_name(tmp_path: Path, conten
     assert message in caught.value.message
 
 
-def test_a_profile_of_another_model_is_refused_and_a_mere_name_does_not_matter() -> None:
-    PROFILE.check_model(dataclasses.replace(PROFILE.model, name="other"))
-    for name in ("weights_digest", "dtype", "kv_dtype", "quantization"):
-        with pytest.raises(ConfigError, match=name):
-            PROFILE.check_model(dataclasses.replace(PROFILE.model, **{name: "other"}))
+def test_a_profile_of_a_model_of_other_sizes_is_refused() -> None:
+    PROFILE.check_sizes(PROFILE.floors)
+    for field in dataclasses.fields(Floors):
+        with pytest.raises(ConfigError, match=field.name):
+            PROFILE.check_sizes(dataclasses.replace(PROFILE.floors, **{field.name: 99}))
+
+
+def test_what_else_is_not_as_it_was_measured_is_named() -> None:
+    assert PROFILE.differences(dataclasses.replace(PROFILE.model, name="other"), PROFILE.setup, PROFILE.machine) == []
+    model = dataclasses.replace(PROFILE.model, weights_digest="sha256:11")
+    told = PROFILE.differences(model, dataclasses.replace(PROFILE.setup, threads=2), dataclasses.replace(PROFILE.machine, cpu="another"))
+    assert told == ["weights sha256:00, now sha256:11", "threads 1, now 2", "CPU a CPU, now another"]
 
 
 def test_floors_are_counted_from_the_configuration(tmp_path: Path) -> None:
