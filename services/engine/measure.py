@@ -35,7 +35,6 @@ from services.runtime.machine import this_machine
 from services.runtime.version import installed
 
 Say = Callable[[str], None]
-_QUICK_S, _FULL_S = 8.0, 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +52,14 @@ class MeasureSettings:
     cpus: tuple[str, ...] = setting((), "cores to pin the computing threads to, such as 0 or 0,1; empty: none")
     block_size: int = setting(16, "tokens a KV block; a power of two", unit="tokens")
     max_num_batched_tokens: int = setting(256, "tokens a step computes at most", unit="tokens", minimum=1)
-    quick: bool = setting(False, "a smaller grid in some seconds: good for a first idea")
+    quick: bool = setting(False, "fewer kinds of steps, for a first idea")
+    seconds: float = setting(0.0, "about how long to measure, at least three rounds; 0: 60, or 8 with --quick", unit="s", minimum=0)
     seed: int = setting(0, "of the order, and of the steps held out to test the fit")
     out: str = setting("", "file to write; empty: only show")
 
 
 def run(settings: MeasureSettings, say: Say) -> Profile:
-    """Measures; blocks for `_FULL_S` or `_QUICK_S` and the time to load. Raises `ModelLoadError` and `ConfigError`."""
+    """Measures; blocks for as long as it is to take, and the time to load. Raises `ModelLoadError` and `ConfigError`."""
     machine = this_machine()
     if settings.cpus:
         try:
@@ -99,7 +99,7 @@ def run(settings: MeasureSettings, say: Say) -> Profile:
     )
     # Memory that was never written is one page of zeros to the system, and read faster than any real cache.
     pool.data.normal_()
-    budget_s = _QUICK_S if settings.quick else _FULL_S
+    budget_s = settings.seconds or (8.0 if settings.quick else 60.0)
     say(f"measuring {len(steps)} kinds of steps of {identity.model} with {model.decoder.name} for about {budget_s:g} s")
     points = measure(
         DeviceModel(model, pool), steps, block_size=settings.block_size, budget_s=budget_s, clock=time.perf_counter, seed=settings.seed
