@@ -82,7 +82,7 @@ class Quality:
     """Share of positions at which both have the same likeliest token."""
 
 
-class _Reader:
+class Reader:
     """One kind's model, with pages of its own for every window."""
 
     def __init__(self, folder: Path, kind: Kind, windows: tuple[int, ...], kernels: str, threads: int) -> None:
@@ -126,7 +126,7 @@ def windows_of(folder: Path, texts: dict[str, str], count: int, length: int) -> 
 
 
 @torch.inference_mode()
-def compare(readers: dict[str, _Reader], windows: torch.Tensor) -> list[Quality]:
+def compare(readers: dict[str, Reader], windows: torch.Tensor) -> list[Quality]:
     """Reads all windows with every reader, of which one is the reference."""
     losses: dict[str, list[torch.Tensor]] = {name: [] for name in readers}
     divergences: dict[str, list[torch.Tensor]] = {name: [] for name in readers}
@@ -182,7 +182,7 @@ def main() -> None:
     texts = {options.text.name: options.text.read_text(encoding="utf-8")} if options.text else prose.sources()
     windows = windows_of(folder, texts, options.windows, options.length)
     kinds = dict.fromkeys([REFERENCE, *options.kinds])
-    readers = {name: _Reader(folder, KINDS[name], windows.shape, options.kernels, options.threads) for name in kinds}
+    readers = {name: Reader(folder, KINDS[name], windows.shape, options.kernels, options.threads) for name in kinds}
     results = compare(readers, windows)
     about = machine.describe() | {
         "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
