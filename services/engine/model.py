@@ -13,7 +13,7 @@ from kvrelay.errors import ConfigError
 from services.engine.decoder import Decoder, ForwardEntry
 from services.engine.demo_model import default_cache_dir
 from services.engine.kv_pool import KvPool
-from services.engine.model_config import ModelConfig, ModelFamily
+from services.engine.model_config import ModelConfig
 from services.engine.native.build import NativeKernelsUnavailable
 from services.engine.native.decoder import NativeDecoder
 from services.engine.quantization import SCHEMES
@@ -106,8 +106,6 @@ def choose_decoder(config: ModelConfig, weights: ModelWeights, options: ModelOpt
     if options.kernels == "torch" or options.device.type != "cpu":
         return TorchDecoder(config, weights)
     try:
-        if config.family is ModelFamily.GEMMA3:
-            raise NativeKernelsUnavailable("the native kernels do not compute Gemma 3")
         return NativeDecoder(config, weights, options.threads, options.cache_dir)
     except NativeKernelsUnavailable as error:
         if options.kernels == "native":

@@ -106,8 +106,6 @@ def assert_matches(reference: Any, sequence: PagedSequence, prompt_tokens: int, 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_family_gives_transformers_logits_and_tokens(tmp_path: Path, variant: str, kernels: str) -> None:
     family, overrides = VARIANTS[variant]
-    if (family, kernels) == ("gemma3", "native"):
-        pytest.skip("the native kernels do not compute Gemma 3")
     folder = write_tiny_model(tmp_path, family, seed=len(variant), **overrides)
     model, reference = load_model(folder, options("float32", kernels)), reference_model(folder)
     rng = random.Random(variant)

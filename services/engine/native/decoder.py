@@ -39,7 +39,7 @@ class NativeDecoder:
         self._vocab = config.vocab_size
         self._stride = self._library.kvr_padded(config.vocab_size)
         self._embedding = weights.embedding.contiguous()
-        self._rope = Rope(config, torch.device("cpu")).table
+        self._ropes = {config.rope_of(layer): Rope(config, torch.device("cpu"), layer).table for layer in range(config.layers)}
         sizes = binding.Config(
             layers=config.layers,
             hidden=config.hidden_size,
@@ -49,10 +49,10 @@ class NativeDecoder:
             head_dim=config.head_dim,
             vocab=config.vocab_size,
             max_positions=config.max_positions,
-            gelu=0,
+            gelu=config.gelu,
             norm_epsilon=config.norm_epsilon,
-            query_scale=config.head_dim**-0.5,
-            embedding_scale=1.0,
+            query_scale=config.query_scale,
+            embedding_scale=config.embedding_scale,
             threads=threads,
         )
         self._model = self._library.kvr_create(ctypes.byref(sizes))
@@ -62,7 +62,7 @@ class NativeDecoder:
         self._linear(-1, 0, weights.head, None)
         self._norm(-1, 0, weights.final_norm)
         for number, (layer, window) in enumerate(zip(weights.layers, config.windows, strict=True)):
-            self._add_layer(number, layer, window)
+            self._add_layer(number, layer, window, self._ropes[config.rope_of(number)])
 
     def __del__(self) -> None:
         if getattr(self, "_model", None):
@@ -99,17 +99,23 @@ class NativeDecoder:
             raise MemoryError(f"no memory for a step of {ends[-1]} tokens")
         return logits[:, : self._vocab]
 
-    def _add_layer(self, number: int, layer: LayerWeights, window: int) -> None:
-        self._library.kvr_set_layer(self._model, number, window, self._rope.data_ptr())
+    def _add_layer(self, number: int, layer: LayerWeights, window: int, rope: torch.Tensor) -> None:
+        self._library.kvr_set_layer(self._model, number, window, rope.data_ptr())
         self._linear(number, Which.QKV, layer.qkv, layer.qkv_bias)
         self._linear(number, Which.OUTPUT, layer.output, layer.output_bias)
         self._linear(number, Which.GATE_UP, layer.gate_up, None)
         self._linear(number, Which.DOWN, layer.down, None)
-        self._norm(number, WhichNorm.INPUT, layer.input_norm)
-        self._norm(number, WhichNorm.MLP, layer.mlp_norm)
-        if layer.query_norm is not None and layer.key_norm is not None:
-            self._norm(number, WhichNorm.QUERY, layer.query_norm)
-            self._norm(number, WhichNorm.KEY, layer.key_norm)
+        norms = {
+            WhichNorm.INPUT: layer.input_norm,
+            WhichNorm.QUERY: layer.query_norm,
+            WhichNorm.KEY: layer.key_norm,
+            WhichNorm.MLP: layer.mlp_norm,
+            WhichNorm.AFTER_ATTENTION: layer.post_attention_norm,
+            WhichNorm.AFTER_MLP: layer.post_mlp_norm,
+        }
+        for which, gain in norms.items():
+            if gain is not None:
+                self._norm(number, which, gain)
 
     def _linear(self, layer: int, which: int, weight: torch.Tensor | Int8Weight, bias: torch.Tensor | None) -> None:
         wide_bias = bias.float().contiguous() if bias is not None else None

@@ -72,8 +72,10 @@ def test_the_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 def test_a_converted_model_is_found_without_torch(tmp_path: Path) -> None:
     (tmp_path / "smollm2-135m-instruct-bfloat16-v1").mkdir()
-    code = "import sys; from services.launcher.prepare_model import main; sys.exit(main('smollm2', sys.argv[1], 'torch') or 'torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False, timeout=60)
+    code = (
+        "import sys; from services.launcher.prepare_model import main; sys.exit(main('smollm2', *sys.argv[1:]) or 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path), "torch"], capture_output=True, text=True, check=False, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert str(tmp_path) in done.stdout
 

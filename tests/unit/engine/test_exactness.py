@@ -35,8 +35,9 @@ def test_a_decoder_is_exact(kernels: str, mode: str, head_dim: int) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_gemma_is_exact_too(tmp_path: Path, mode: str) -> None:
-    assert violations(load_model(write_tiny_model(tmp_path, "gemma3"), options(mode, "torch"))) == []
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_gemma_is_exact_too(tmp_path: Path, kernels: str, mode: str) -> None:
+    assert violations(load_model(write_tiny_model(tmp_path, "gemma3"), options(mode, kernels))) == []
 
 
 def test_a_decoder_that_looks_at_its_batch_is_found_out() -> None:
