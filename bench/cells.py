@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -40,8 +41,13 @@ class Cell:
         return self.prompts if self.phase == "prefill" else self.steps
 
 
-def standard_cells(prompts: tuple[int, ...], batches: tuple[int, ...], *, context: int, chunk: int, steps: int) -> list[Cell]:
-    """Prefill of each length, decode of each batch at `context`, and a chunk together with 8 decodes."""
+def standard_cells(prompts: Sequence[int], batches: Sequence[int], *, context: int, chunk: int, steps: int) -> list[Cell]:
+    """Prefill of each length, decode of each batch at `context`, and a chunk, if that is not 0, together with 8 decodes.
+
+    A small batch decodes up to four times `steps`, so that its short steps too fill a time in which noise can be seen.
+    """
     cells = [Cell("prefill", prompt=length, prompts=max(1, 512 // length)) for length in prompts]
-    cells += [Cell("decode", batch=batch, context=context, steps=steps) for batch in batches]
-    return [*cells, Cell("mixed", prompt=chunk, batch=8, context=context, steps=max(2, steps // 4))]
+    cells += [Cell("decode", batch=batch, context=context, steps=steps * max(1, 4 // batch)) for batch in batches]
+    if chunk:
+        cells.append(Cell("mixed", prompt=chunk, batch=8, context=context, steps=max(2, steps // 4)))
+    return cells

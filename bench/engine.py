@@ -29,7 +29,6 @@ QUESTION = (1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2, 198, 1, 520, 9
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.engine", description=__doc__)
-
     parser.add_argument("--model", default=DEMO_NAMES[0], help="model folder; peers are measured with the demo model only")
     parser.add_argument("--kinds", default=list(BYTES), choices=list(BYTES), nargs="+", help="classes of arithmetic")
     parser.add_argument("--threads", default=[1, 2], nargs="+", type=int)
@@ -38,19 +37,24 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--peers", default=["all"], choices=["all", "none", *(peer.name for peer in PEERS)], nargs="+")
     parser.add_argument("--peers-dir", type=Path, default=default_cache_dir() / "peers", help="where their environments are")
     parser.add_argument("--kernels", default="auto", choices=["auto", "native", "torch"], help="what kvrelay computes with")
-    parser.add_argument("--prompts", default=[128, 512, 2048], nargs="+", type=int)
-    parser.add_argument("--batches", default=[1, 4, 8, 16], nargs="+", type=int)
+    parser.add_argument("--prompts", default=[128, 512, 2048], nargs="*", type=int, help="lengths of the prompts of prefill")
+    parser.add_argument("--batches", default=[1, 4, 8, 16], nargs="*", type=int, help="sequences that decode")
     parser.add_argument("--context", type=int, default=512, help="tokens in the cache of each decoding sequence")
-    parser.add_argument("--chunk", type=int, default=256, help="prompt tokens of a mixed step")
-    parser.add_argument("--steps", type=int, default=16, help="decode steps a run")
+    parser.add_argument("--chunk", type=int, default=256, help="prompt tokens of a mixed step; 0 for none")
+    parser.add_argument("--steps", type=int, default=16, help="decode steps a run; up to four times as many with fewer than 4 sequences")
     parser.add_argument("--rounds", type=int, default=5, help="counted runs of each engine at each cell")
-    parser.add_argument("--quick", action="store_true", help="a smoke run in less than a minute: no peers, one thread, few runs")
+    parser.add_argument(
+        "--quick", action="store_true", help="a smoke run in less than a minute: no peers, no float32, one thread, few runs"
+    )
     parser.add_argument("--json", type=Path, help="write every run to this file")
     parser.add_argument("--markdown", type=Path, help="write the report to this file, or into this folder as engine-<cpu>.md")
     options = parser.parse_args(arguments)
     if options.quick:
         options.peers, options.threads, options.rounds, options.steps = ["none"], [1], 2, 4
-        options.prompts, options.batches = [128], [1, 8]
+        options.prompts, options.batches, options.chunk = [128], [1, 8], 0
+        options.kinds = ["bfloat16", "int8"]
+    if not (options.prompts or options.batches or options.chunk):
+        parser.error("nothing to measure: no prompts, no batches and no chunk")
     return options
 
 
@@ -92,7 +96,7 @@ def run(options: argparse.Namespace) -> Results:
 
 
 def _measure(options: argparse.Namespace, results: Results, group: Group, cpus: Sequence[int], peers: Sequence[Peer]) -> None:
-    room = max(max(options.batches), 8) * (options.context + options.steps + 32) + 2 * max(*options.prompts, options.context, options.chunk)
+    room = max(cell.batch * (cell.context + cell.steps + 32) + 2 * max(cell.prompt, cell.context) for cell in results.cells)
 
     def setup(model: Path, binaries: str = "-") -> Setup:
         return Setup(str(model), group.kind, group.threads, room, binaries, options.kernels)

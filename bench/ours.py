@@ -50,8 +50,7 @@ class ModelPath:
 
     def versions(self) -> Mapping[str, str]:
         kv = str(self._options.kv_dtype).removeprefix("torch.")
-        decoder = type(self._model.decoder).__name__
-        return {"torch": torch.__version__, "settings": f"{decoder}, {kv} KV, pages of {PAGE}"}
+        return {"torch": torch.__version__, "settings": f"{self._model.decoder.name} kernels, {kv} KV, pages of {PAGE}"}
 
     def run(self, cell: Cell) -> float:
         if cell.phase == "prefill":

@@ -110,4 +110,4 @@ class SubjectProcess:
     def _last_words(self) -> str:
         self._errors.seek(0)
         lines = self._errors.read().strip().splitlines()
-        return lines[-1] if lines else f"ended with {self._process.wait(10)}"
+        return ": ".join([f"ended with {self._process.wait(10)}", *lines[-1:]])

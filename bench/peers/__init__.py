@@ -31,14 +31,11 @@ class Peer:
         return next((path for path in wanted if not path.exists()), None)
 
 
+_OPENVINO = {"float32": "gguf:F16", "bfloat16": "gguf:F16", "int8": "gguf:Q8_0"}
+
 PEERS = (
-    Peer(
-        "openvino",
-        "bench.peers.openvino",
-        {"float32": "gguf:F16", "bfloat16": "gguf:F16", "int8": "gguf:Q8_0"},
-        python="openvino/bin/python",
-        whole=True,
-    ),
+    Peer("openvino", "bench.peers.openvino", _OPENVINO, python="openvino/bin/python", whole=True),
+    Peer("openvino-kv8", "bench.peers.openvino_kv8", _OPENVINO, python="openvino/bin/python", whole=True),
     Peer(
         "llama.cpp",
         "bench.peers.llama_cpp",

@@ -1,0 +1,156 @@
+"""The benchmark runs its engines in processes of their own, and what it times is the model's work."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import engine as driver
+from bench import probe
+from bench.cells import Cell
+from bench.machine import Disturbance
+from bench.ours import ModelPath
+from bench.ours_engine import WholeEngine
+from bench.peers.fbgemm import FbgemmLlama
+from bench.peers.huggingface import Transformers
+from bench.probe import Peaks
+from bench.process import Run, SubjectFailed, SubjectProcess
+from bench.sitting import measured
+from bench.subject import NotMeasured, Setup, Subject, random_prompt
+from tests.tiny_models import write_tiny_model
+
+FAKE = "tests.unit.bench.fake_subject"
+CELLS = [
+    Cell("prefill", prompt=24, prompts=2),
+    Cell("decode", batch=1, context=20, steps=3),
+    Cell("decode", batch=3, context=20, steps=3),
+]
+QUESTION = (5, 17, 200, 33, 8)
+MIXED = Cell("mixed", prompt=16, batch=2, context=20, steps=2)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("bench"), "llama", seed=3)
+
+
+@pytest.fixture(autouse=True)
+def threads_are_put_back() -> object:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def setup(model: Path | str, kind: str = "float32") -> Setup:
+    return Setup(str(model), kind, threads=1, room=1024, binaries="-", kernels="torch")
+
+
+def fake(model: str) -> SubjectProcess:
+    return SubjectProcess(sys.executable, FAKE, setup(model), [min(os.sched_getaffinity(0))])
+
+
+def test_subject_is_pinned_and_its_chatter_is_no_answer() -> None:
+    with fake("well") as subject:
+        assert subject.versions == {"cpus": str(min(os.sched_getaffinity(0))), "omp": "1"}
+        assert subject.run(CELLS[0]).seconds == 0.48
+        assert subject.greedy([4, 9], 3) == [9, 9, 9]
+
+
+def test_cell_that_one_side_lacks_is_left_out() -> None:
+    said: list[str] = []
+    with fake("well") as ours, fake("well") as theirs:
+        found = measured(ours, theirs, [MIXED, CELLS[1]], 2, said.append)
+    assert found.keys() == {"decode B=1"}
+    assert found["decode B=1"].ratios == [1.0, 1.0]
+    assert "it has none" in said[0]
+
+
+@pytest.mark.parametrize(("model", "reason"), [("dies", "ended with 3"), ("fails", "out of pages")])
+def test_subject_that_breaks_says_why(model: str, reason: str) -> None:
+    with fake(model) as subject, pytest.raises(SubjectFailed, match=reason):
+        subject.run(CELLS[0])
+
+
+def test_subject_that_does_not_load_says_why() -> None:
+    with pytest.raises(SubjectFailed, match="no such model"):
+        fake("unloadable")
+
+
+@pytest.mark.parametrize("make", [ModelPath, WholeEngine, Transformers])
+def test_every_float32_engine_does_the_cells_and_gives_the_same_answer(make: type[Subject], tiny: Path) -> None:
+    subject = make(setup(tiny))  # type: ignore[call-arg]
+    expected = Transformers(setup(tiny)).greedy(QUESTION, 6)
+    assert subject.greedy(QUESTION, 6) == expected
+    assert all(subject.run(cell) > 0 for cell in [*CELLS, *CELLS])
+    assert subject.greedy(QUESTION, 6) == expected
+    if make is not ModelPath:
+        with pytest.raises(NotMeasured):
+            subject.run(MIXED)
+    else:
+        assert subject.run(MIXED) > 0
+
+
+def test_fbgemm_computes_the_same_model(tiny: Path) -> None:
+    subject = FbgemmLlama(setup(tiny, "int8"))
+    assert all(subject.run(cell) > 0 for cell in CELLS)
+    assert subject.greedy(QUESTION, 1) == Transformers(setup(tiny)).greedy(QUESTION, 1)
+
+
+def test_prompts_are_reproducible_and_differ_by_seed() -> None:
+    assert random_prompt(7, 40, 300) == random_prompt(7, 40, 300)
+    assert random_prompt(7, 40, 300) != random_prompt(8, 40, 300)
+    assert all(100 <= token < 300 for token in random_prompt(7, 400, 300))
+
+
+class Instant:
+    """Stands for a `SubjectProcess`: takes a time that its module says, and notes who was asked."""
+
+    seconds: Mapping[str, float] = {"bench.ours": 1.0, "bench.ours_engine": 2.0, "bench.peers.openvino": 4.0, "bench.peers.fbgemm": 3.0}
+
+    def __init__(self, python: str, module: str, setup: Setup, cpus: Sequence[int]) -> None:
+        if module == "bench.peers.llama_cpp":
+            raise SubjectFailed("cannot load")
+        self._seconds = self.seconds[module]
+        self.versions = {"module": module}
+
+    def __enter__(self) -> Instant:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None: ...
+
+    def run(self, cell: Cell) -> Run:
+        return Run(self._seconds, Disturbance(0.0, 0.0))
+
+    def greedy(self, token_ids: Sequence[int], count: int) -> list[int]:
+        return [1] * count
+
+
+def test_driver_pairs_each_peer_with_its_like_and_goes_on_after_a_failure(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for installed in ("openvino/bin/python", "llama.cpp/bin/llama-bench"):
+        (tmp_path / installed).parent.mkdir(parents=True)
+        (tmp_path / installed).touch()
+    monkeypatch.setattr(driver, "SubjectProcess", Instant)
+    monkeypatch.setattr(driver, "_folder", lambda model, dtype: tiny)
+    monkeypatch.setattr(driver, "ensure_gguf", lambda name: tmp_path / name)
+    peaks = Peaks({1000: 1e9}, {"float32": 1e9, "bfloat16": 1e9, "int8": 1e9})
+    monkeypatch.setattr(probe, "measure", lambda *arguments: peaks)
+    peers = ["--peers", "llama.cpp", "openvino", "fbgemm", "vllm", "--peers-dir", str(tmp_path)]
+    results = driver.run(driver.parse([*peers, "--kinds", "int8", "--threads", "1", "64", "--prompts", "--batches", "1", "--rounds", "2"]))
+    (group,) = results.groups
+    assert group.peers["openvino"]["decode B=1"].ratios == [2.0, 2.0]
+    assert group.peers["fbgemm"]["decode B=1"].ratios == [3.0, 3.0]
+    assert group.model.keys() == {"decode B=1", "mixed 256+8"}
+    skipped = "\n".join(results.skipped)
+    assert "llama.cpp, int8, 1 thread(s): cannot load" in skipped
+    assert "vllm" in skipped and "bench/README.md" in skipped
+    assert "64 threads: only" in skipped
