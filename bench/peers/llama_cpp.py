@@ -22,7 +22,7 @@ class LlamaCpp:
     def versions(self) -> Mapping[str, str]:
         record = self._records("llama-bench", "-p", "16", "-n", "0", "-r", "1", "-o", "jsonl")[0]
         build = f"{record['build_number']} ({record['build_commit']})"
-        return {"llama.cpp": build, "settings": f"F16 KV, one file load a run, not timed"}
+        return {"llama.cpp": build, "settings": "F16 KV, one file load a run, not timed"}
 
     def run(self, cell: Cell) -> float:
         if cell.phase == "prefill":
