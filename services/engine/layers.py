@@ -108,7 +108,9 @@ class Rope:
         speeds = torch.tensor(config.rope_of(layer).inverse_frequencies(config.head_dim), dtype=torch.float32)
         angles = torch.arange(config.max_positions, dtype=torch.float32)[:, None] * speeds
         angles = torch.cat((angles, angles), dim=-1)
-        self.table = torch.stack((angles.cos(), angles.sin())).to(device)
+        # Through float64: float32's cosine differs in its last bit from one instruction set to the next.
+        wide = angles.double()
+        self.table = torch.stack((wide.cos(), wide.sin())).float().to(device)
         """`[2, positions, head_dim]`: cosines, sines."""
 
     def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
