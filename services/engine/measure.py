@@ -102,7 +102,13 @@ def run(settings: MeasureSettings, say: Say) -> Profile:
     budget_s = settings.seconds or (8.0 if settings.quick else 60.0)
     say(f"measuring {len(steps)} kinds of steps of {identity.model} with {model.decoder.name} for about {budget_s:g} s")
     points = measure(
-        DeviceModel(model, pool), steps, block_size=settings.block_size, budget_s=budget_s, clock=time.perf_counter, seed=settings.seed
+        DeviceModel(model, pool),
+        steps,
+        block_size=settings.block_size,
+        budget_s=budget_s,
+        clock=time.perf_counter,
+        busy_clock=time.thread_time,
+        seed=settings.seed,
     )
     coefficients, fit_error = fit_points(floors.guess(), points)
     return Profile(

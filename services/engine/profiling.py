@@ -16,6 +16,8 @@ from services.engine.step_cost import StepShape
 
 LEAST_ROUNDS = 3
 """Times each shape is measured, however long it takes."""
+LEAST_BUSY = 0.95
+"""Share of its time in which a step must have had a core."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +85,22 @@ def plans(*, context: int, rows: int, quick: bool = False, seed: int = 0) -> lis
 
 
 def measure(
-    model: ModelPort, steps: Sequence[Plan], *, block_size: int, budget_s: float, clock: Callable[[], float], seed: int = 0
+    model: ModelPort,
+    steps: Sequence[Plan],
+    *,
+    block_size: int,
+    budget_s: float,
+    clock: Callable[[], float],
+    busy_clock: Callable[[], float],
+    seed: int = 0,
 ) -> list[MeasuredPoint]:
-    """Runs every step at least `LEAST_ROUNDS` times, and on until `budget_s` have passed; `clock` tells seconds. Blocks.
+    """Runs every step at least `LEAST_ROUNDS` times, and on until `budget_s` have passed. Blocks.
 
-    Each round has an order of its own, so that what disturbs the machine for a while is not one shape's misfortune.
+    `clock` tells seconds, `busy_clock` those in which this thread had a core: steps that waited for one are left out, unless every
+    step of a kind did. Each round has an order of its own, so that what disturbs the machine for a while is not one shape's misfortune.
     """
     rng = random.Random(seed)
-    taken: list[list[float]] = [[] for _ in steps]
+    taken: list[list[tuple[float, float]]] = [[] for _ in steps]
     begun, rounds = clock(), 0
     for plan in steps:
         _run(model, plan.entries(block_size))
@@ -98,13 +108,15 @@ def measure(
         rounds += 1
         for index in rng.sample(range(len(steps)), len(steps)):
             entries = steps[index].entries(block_size)
-            started = clock()
+            started, busy = clock(), busy_clock()
             _run(model, entries)
-            taken[index].append(clock() - started)
-    return [
-        MeasuredPoint(plan.shape, statistics.median(times), quantile(times, 0.9), len(times), plan.held_out)
-        for plan, times in zip(steps, taken, strict=True)
-    ]
+            taken[index].append((clock() - started, busy_clock() - busy))
+    return [_point(plan, times) for plan, times in zip(steps, taken, strict=True)]
+
+
+def _point(plan: Plan, times: Sequence[tuple[float, float]]) -> MeasuredPoint:
+    calm = [seconds for seconds, busy in times if busy > LEAST_BUSY * seconds] or [seconds for seconds, _ in times]
+    return MeasuredPoint(plan.shape, statistics.median(calm), quantile(calm, 0.9), len(calm), plan.held_out)
 
 
 def _run(model: ModelPort, entries: Sequence[StepEntry]) -> None:

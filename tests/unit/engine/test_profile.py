@@ -165,7 +165,7 @@ class FakeModel:
 def test_measured_points_give_back_the_cost_they_come_from(quick: bool) -> None:
     model = FakeModel(StepCoefficients(20e-3, (1e-3, 1e-3, 1.5e-3, 1.5e-3, 1.5e-3), 3e-3, 2e-4, 1e-7, 5e-7))
     steps = plans(context=2048, rows=256, quick=quick)
-    points = measure(model, steps, block_size=16, budget_s=0.0, clock=lambda: model.now)
+    points = measure(model, steps, block_size=16, budget_s=0.0, clock=lambda: model.now, busy_clock=lambda: model.now)
     assert model.forwards == len(steps) * (1 + LEAST_ROUNDS)
     _, error = fit_points(Floors(212_000_000, 56_000_000, 23_040, 212_000_000, 56_000_000, 69_120).guess(), points)
     assert error.points == sum(step.held_out for step in steps)
@@ -174,8 +174,20 @@ def test_measured_points_give_back_the_cost_they_come_from(quick: bool) -> None:
 
 def test_it_measures_on_as_long_as_the_time_allows() -> None:
     model = FakeModel(StepCoefficients(1.0, (0.0,) * 5, 0.0, 0.0, 0.0, 0.0))
-    points = measure(model, [Plan(decodes=(5,))], block_size=16, budget_s=1000.0, clock=lambda: model.now)
+    clock = lambda: model.now  # noqa: E731
+    points = measure(model, [Plan(decodes=(5,))], block_size=16, budget_s=1000.0, clock=clock, busy_clock=clock)
     assert LEAST_ROUNDS < points[0].steps < 1001
+
+
+def test_steps_that_waited_for_a_core_are_left_out_unless_all_did() -> None:
+    model = FakeModel(StepCoefficients(1.0, (0.0,) * 5, 0.0, 0.0, 0.0, 0.0))
+
+    def points(busy: Callable[[], float]) -> list[MeasuredPoint]:
+        return measure(model, [Plan(decodes=(5,))], block_size=16, budget_s=0.0, clock=lambda: model.now, busy_clock=busy)
+
+    waited = [0.0, 1.0, 0.0, 0.1, 0.0, 1.0]
+    assert points(lambda: waited.pop(0))[0].steps == LEAST_ROUNDS - 1
+    assert points(lambda: 0.0)[0].steps == LEAST_ROUNDS
 
 
 @pytest.mark.parametrize(("context", "rows"), [(1, 1), (20, 1), (20, 256), (128, 8), (4096, 256)])
