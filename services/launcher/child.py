@@ -37,6 +37,7 @@ class Child:
         self.name = name
         self.log_path = log_path
         self._process = process
+        self._reading = asyncio.Lock()
 
     @classmethod
     async def spawn(cls, name: str, argv: Sequence[str], environ: Mapping[str, str], log_path: Path) -> Child:
@@ -70,10 +71,11 @@ class Child:
         raise StartError(f"{self.name} {describe_exit(code)} before it was ready", self.tail())
 
     async def wait(self) -> int:
-        """Reads stdout to its end, so that the pipe can never fill, and returns the exit code."""
+        """Reads stdout to its end, so that the pipe can never fill, and returns the exit code. Several may wait."""
         assert self._process.stdout is not None
-        while await self._process.stdout.read(65536):
-            pass
+        async with self._reading:
+            while await self._process.stdout.read(65536):
+                pass
         return await self._process.wait()
 
     def terminate(self) -> None:

@@ -158,7 +158,7 @@ async def test_a_cold_worker_takes_a_prefix_from_the_store(tiny_model: Path, tmp
 
 async def test_the_store_keeps_its_limit_and_may_be_lost(tiny_model: Path) -> None:
     limit_blocks = (1 << 20) // 8192
-    async with Suite(tiny_model, mode="colocated", store_mib=1, kv_cache_mib=2) as suite, Wire() as stubs:
+    async with Suite(tiny_model, mode="colocated", store_mib=1, kv_cache_mib=2, kv_dtype="float32") as suite, Wire() as stubs:
         store = await Store.of(suite, stubs)
         prompts = [prompt_of(200, seed) for seed in range(24)]
         for start in range(0, len(prompts), 4):

@@ -43,7 +43,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def paths(model: Path) -> AsyncIterator[Fleet]:
-    settings = {"block_size": BLOCK, "max_num_batched_tokens": BUDGET, "kv_cache_mib": 512, "lease_ttl_s": 20.0}
+    settings = {"block_size": BLOCK, "max_num_batched_tokens": BUDGET, "kv_cache_mib": 512, "kv_dtype": "float32", "lease_ttl_s": 20.0}
     async with fleet(model, ("split", "local"), traces=True, store=False, start_timeout_s=200.0, **settings) as running:
         yield running
 
