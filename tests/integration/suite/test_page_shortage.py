@@ -37,14 +37,14 @@ class World:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def world(tiny_model: Path) -> AsyncIterator[World]:
-    settings: dict[str, Any] = {"kv_cache_mib": 1, "max_waiting": 6, "max_num_batched_tokens": 16, "max_num_seqs": 4}
+    settings: dict[str, Any] = {"kv_cache_mib": 1, "kv_dtype": "float32", "max_waiting": 6, "max_num_batched_tokens": 16, "max_num_seqs": 4}
     async with Suite(tiny_model, mode="split", lease_ttl_s=LEASE_S, **settings) as suite, Wire() as stubs:
         yield World(suite, stubs, tiny_model)
         assert errors_logged(suite) == []
 
 
 async def test_requests_wait_for_pages_longer_than_a_lease_and_are_served(world: World) -> None:
-    # Decode has room for two at a time; the last ones wait for longer than a lease lives.
+    # Decode has room for three prompts and two answers: the third is preempted, the last ones wait for longer than a lease lives.
     prompts = [prompt_of(500, seed) for seed in range(5)]
     outcomes = await asyncio.gather(*(ask(world.suite, prompt, 250) for prompt in prompts))
     for prompt, outcome in zip(prompts, outcomes, strict=True):
