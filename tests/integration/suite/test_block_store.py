@@ -157,10 +157,11 @@ async def test_a_cold_worker_takes_a_prefix_from_the_store(tiny_model: Path, tmp
 
 
 async def test_the_store_keeps_its_limit_and_may_be_lost(tiny_model: Path) -> None:
-    limit_blocks = (1 << 20) // 8192
-    async with Suite(tiny_model, mode="colocated", store_mib=1, kv_cache_mib=2, kv_dtype="float32") as suite, Wire() as stubs:
+    limit_blocks = (1 << 20) // 4096
+    room = limit_blocks // 12  # prompts
+    async with Suite(tiny_model, mode="colocated", store_mib=1, kv_cache_mib=1) as suite, Wire() as stubs:
         store = await Store.of(suite, stubs)
-        prompts = [prompt_of(200, seed) for seed in range(24)]
+        prompts = [prompt_of(200, seed) for seed in range(2 * room + 2)]
         for start in range(0, len(prompts), 4):
             group = prompts[start : start + 4]
             await asyncio.gather(*(answers_rightly(suite, tiny_model, prompt) for prompt in group))
@@ -168,18 +169,18 @@ async def test_the_store_keeps_its_limit_and_may_be_lost(tiny_model: Path) -> No
                 await store.until_it_has(prompt)
         info = await store.info()
         assert 0.8 * limit_blocks < info.blocks <= limit_blocks
-        assert info.evicted == 24 * 12 - info.blocks
+        assert info.evicted == len(prompts) * 12 - info.blocks
         # The ones used last are there in full; the ones used longest ago are gone.
-        assert [await store.has(prompt) for prompt in prompts[-9:]] == [12] * 9
-        assert [await store.has(prompt) for prompt in prompts[:12]] == [0] * 12
+        assert [await store.has(prompt) for prompt in prompts[1 - room :]] == [12] * (room - 1)
+        assert [await store.has(prompt) for prompt in prompts[:room]] == [0] * room
         # Using a prefix keeps it: it is looked up while others come.
-        kept = prompts[-9]
+        kept = prompts[1 - room]
         for seed in range(100, 106):
             assert await store.has(kept) == 12
             await answers_rightly(suite, tiny_model, prompt_of(200, seed))
             await store.until_it_has(prompt_of(200, seed))
         assert await store.has(kept) == 12
-        assert await store.has(prompts[-8]) < 12
+        assert await store.has(prompts[2 - room]) < 12
         await at_rest(suite, stubs)
 
         # Killed under load: nobody but the store notices.
