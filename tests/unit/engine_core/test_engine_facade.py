@@ -22,6 +22,7 @@ from kvrelay.errors import (
     UnavailableError,
 )
 from kvrelay.hashing import tokenizer_digest
+from kvrelay.schedule_report import draw
 from kvrelay.values import FinishReason, SamplingParams, StopConditions, Token
 from services.engine.api import Admitted, EngineEvent, EnginePort, EngineRequest, EngineStream, Finished, PrefillProgress, TokenDrawn
 from services.engine.engine import Engine, EngineSettings
@@ -65,6 +66,18 @@ async def test_it_is_what_the_other_rooms_expect(engine: Engine, tiny_model: Pat
     assert engine.identity.model == tiny_model.name and engine.identity.tokenizer_digest == tokenizer_digest(engine.tokenizer_files())
     assert engine.tokenizer_files()["tokenizer.json"] == (tiny_model / "tokenizer.json").read_bytes()
     assert (engine.vocab_size, engine.max_context_tokens, engine.eos_ids) == (300, 4096, (2,))
+
+
+async def test_answers_under_page_shortage_are_those_of_an_engine_with_room_and_the_schedule_says_who_was_preempted(
+    engine: Engine, tiny_model: Path, tmp_path: Path
+) -> None:
+    requests = [request(f"r{index}", [7 + index, *range(10, 40)], 60) for index in range(3)]
+    right = [await answer(engine, one) for one in requests]
+    tight = await Engine.start(settings(tiny_model, num_pages=12, policy="decode-only", explain_schedule=str(tmp_path / "schedule")))
+    assert await asyncio.gather(*(answer(tight, one) for one in requests)) == right
+    await tight.stop()
+    picture = list(draw(tmp_path / "schedule"))
+    assert picture[0].startswith("policy decode-only") and any("preempted with" in line for line in picture)
 
 
 async def test_events_arrive_in_order_and_the_stream_ends_after_the_last(engine: Engine) -> None:
