@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 
 LARGEST = 127
+SMALLEST = 1e-30
+"""A row that stays below this everywhere is taken for zero: its scale has no finite inverse."""
 BLOCK = 64
 """Columns that are rotated together, at most."""
 SCHEMES = {"none": "none", "int8": f"int8-w8a8-hadamard{BLOCK}"}
@@ -45,7 +47,7 @@ def quantize_rows(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tens
     rows, columns = x.shape
     turned = _rotated(x.reshape(-1, block).t().clone(memory_format=torch.contiguous_format))
     largest = turned.abs().amax(dim=0).view(rows, -1).amax(dim=1)
-    inverse = torch.where(largest > 0, LARGEST / largest, torch.zeros_like(largest))
+    inverse = torch.where(largest > SMALLEST, LARGEST / largest, torch.zeros_like(largest))
     values = turned.mul_(inverse.repeat_interleave(columns // block)).round_().to(torch.int8)
     return values.t().reshape(rows, columns), largest / LARGEST
 

@@ -454,7 +454,7 @@ inline void quantize(const Linear& linear, float* x, long stride, long begin, lo
         for (; k + kLanes <= depth; k += kLanes) top = max(top, abs(load(source + k)));
         float most = largest(top);
         for (; k < depth; ++k) most = std::max(most, std::fabs(source[k]));
-        const float inverse = most > 0.0f ? 127.0f / most : 0.0f;
+        const float inverse = most > 1e-30f ? 127.0f / most : 0.0f;  // quantization.py: SMALLEST
         scales[r] = most / 127.0f;
         for (k = 0; k + kLanes <= depth; k += kLanes) {
 #if defined(KVR_AVX512)

@@ -62,6 +62,11 @@ def test_the_rotation_spreads_outliers_so_that_the_other_columns_keep_their_bits
     assert rotated.square().mean() < 0.2 * naive.square().mean()
 
 
+def test_a_row_too_small_for_an_inverse_is_zero() -> None:
+    values, scales = quantize_rows(torch.full((1, 64), 1e-40), 64)
+    assert not values.any() and scales.isfinite().all()
+
+
 def test_a_row_of_zeros_stays_one() -> None:
     values, scales = quantize_rows(torch.zeros(2, 64), 64)
     assert not values.any() and not scales.any()
