@@ -85,6 +85,13 @@ def test_each_side_has_its_own_policy_and_only_a_dynamic_one_an_objective() -> N
     assert {"--policy=decode-only", "--tbt-objective-ms=0", "--prefill-order=shortest"} <= flags["decode"]
 
 
+def test_each_worker_explains_its_schedule_in_a_file_of_its_own() -> None:
+    flags = [set(spec.flags) for spec in worker_processes(SuiteSettings(explain_schedule="/s", decode=2), REDIS, "", ())]
+    for name, found in zip(("prefill-0", "decode-0", "decode-1"), flags, strict=True):
+        assert f"--explain-schedule=/s/{name}.jsonl" in found
+    assert not [flag for spec in worker_processes(SuiteSettings(), REDIS, "", ()) for flag in spec.flags if "explain" in flag]
+
+
 def test_suites_and_workers_know_the_same_policies() -> None:
     def choices(cls: type, name: str) -> set[str]:
         return set(next(field for field in dataclasses.fields(cls) if field.name == name).metadata["setting"].choices)
