@@ -16,6 +16,7 @@ import pytest_asyncio
 from kvrelay.errors import DeadlineExceededError, InvalidMaxTokensError, OverloadedError, PromptTooLongError
 from tests.integration.suite.fault_kit import Wire, answers_rightly, ask, at_rest, errors_logged, prompt_of, right_answer
 from tests.suite import Suite
+from tests.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -36,10 +37,12 @@ class World:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def world(tiny_model: Path) -> AsyncIterator[World]:
-    settings: dict[str, Any] = {"kv_cache_mib": 1, "kv_dtype": "float32", "max_waiting": 6, "max_num_batched_tokens": 16, "max_num_seqs": 4}
-    async with Suite(tiny_model, mode="split", lease_ttl_s=LEASE_S, **settings) as suite, Wire() as stubs:
-        yield World(suite, stubs, tiny_model)
+async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
+    # Deep enough for a page of 8 KiB, so that a pool of 1 MiB has 128 of them.
+    model = write_tiny_model(tmp_path_factory.mktemp("model") / "deep", "llama", num_hidden_layers=4)
+    settings: dict[str, Any] = {"kv_cache_mib": 1, "max_waiting": 6, "max_num_batched_tokens": 16, "max_num_seqs": 4}
+    async with Suite(model, mode="split", lease_ttl_s=LEASE_S, **settings) as suite, Wire() as stubs:
+        yield World(suite, stubs, model)
         assert errors_logged(suite) == []
 
 
@@ -75,11 +78,11 @@ async def test_a_deadline_that_passes_in_line(world: World) -> None:
 
 
 async def test_what_is_too_much_is_refused_with_a_hint_and_the_rest_is_served(world: World) -> None:
-    prompts = [prompt_of(400, seed) for seed in range(60, 78)]
-    outcomes = await asyncio.gather(*(ask(world.suite, prompt, 20) for prompt in prompts))
+    prompts = [prompt_of(400, seed) for seed in range(60, 90)]
+    outcomes = await asyncio.gather(*(ask(world.suite, prompt, 100) for prompt in prompts))
     for prompt, outcome in zip(prompts, outcomes, strict=True):
         if outcome.error is None:
-            assert outcome.token_ids == right_answer(world.model, prompt, 20)
+            assert outcome.token_ids == right_answer(world.model, prompt, 100)
         else:
             assert isinstance(outcome.error, OverloadedError), outcome.error
             assert outcome.error.retry_after_s is not None and outcome.error.retry_after_s > 0
