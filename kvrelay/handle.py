@@ -21,13 +21,18 @@ class ModelIdentity:
     tokenizer_digest: str
     """'sha256:<hex>' of tokenizer.json, tokenizer_config.json and the chat template."""
     dtype: str
-    """Dtype of weights and arithmetic: 'bfloat16' or 'float32'."""
+    """Dtype of the weights: 'bfloat16' or 'float32'; of those left unquantized where there is a quantization."""
     kv_dtype: str
     """Dtype of the KV cache."""
     rope: str
     """Canonical text of the rotary settings."""
     quantization: str = "none"
     adapter: str = "none"
+
+    @property
+    def weights_kind(self) -> str:
+        """What weights are kept in, for people: the dtype, or the quantization where there is one."""
+        return self.dtype if self.quantization == "none" else self.quantization
 
     @property
     def fingerprint(self) -> bytes:

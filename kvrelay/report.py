@@ -109,7 +109,7 @@ def _worker_row(worker: WorkerView) -> tuple[str, ...]:
     if worker.identity is None:  # a store: it computes nothing
         return (worker.worker_id, worker.state, worker.address, "-", "-", "-", "-", "-", "-")
     load = worker.load
-    model = f"{worker.identity.model} ({worker.identity.dtype})"
+    model = f"{worker.identity.model} ({worker.identity.weights_kind})"
     return (
         worker.worker_id,
         worker.state,
@@ -124,7 +124,7 @@ def _worker_row(worker: WorkerView) -> tuple[str, ...]:
 
 
 def models(views: Sequence[ModelView]) -> str:
-    head = ("model", "state", "context", "prefill", "decode", "dtype", "weights")
+    head = ("model", "state", "context", "prefill", "decode", "kind", "weights")
     rows = [
         (
             view.name,
@@ -132,7 +132,7 @@ def models(views: Sequence[ModelView]) -> str:
             str(view.max_context_tokens),
             str(view.prefill_workers),
             str(view.decode_workers),
-            view.identity.dtype,
+            view.identity.weights_kind,
             view.identity.weights_digest[:19],
         )
         for view in views
