@@ -159,7 +159,7 @@ async def test_a_prefill_gives_its_events_and_sends_job_and_deadline(worker: Scr
     assert [e async for e in workers.prefill(worker.info, JOB, timeout_s=9)] == PREFILL
     (request,) = worker.requests
     assert isinstance(request, prefill_service_pb2.PrefillRequest) and job_from_proto(request.job) == JOB
-    assert worker.time_remaining[0] <= 9
+    assert worker.time_remaining[0] <= 9.5  # gRPC rounds up
 
 
 @pytest.mark.parametrize("handle", [None, HANDLE], ids=["local", "split"])
