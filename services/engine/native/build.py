@@ -15,8 +15,6 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from kvrelay.errors import ConfigError
-
 log = logging.getLogger(__name__)
 
 SOURCES = ("vector.h", "team.h", "linear.h", "attention.h", "forward.cpp")
@@ -28,8 +26,13 @@ _TIMEOUT_S = 300.0
 _FOLDER = Path(__file__).parent
 
 
-class NativeKernelsUnavailable(ConfigError):
-    """The native kernels cannot be built or used here; the message says why. Torch's operators serve instead."""
+class NativeKernelsUnavailable(Exception):
+    """The native kernels cannot be built or used here. Torch's operators serve instead, or the settings are refused."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+        """Why."""
 
 
 def library_path(cache_dir: Path, target_flags: tuple[str, ...] = THIS_CPU) -> Path:

@@ -224,7 +224,7 @@ async def test_cached_blocks_are_reported_once(engine: Engine) -> None:
 
 async def test_stopping_fails_open_requests_and_refuses_new_ones(tiny_model: Path) -> None:
     engine = await Engine.start(settings(tiny_model))
-    async with engine.open(request("a", max_tokens=600)) as stream:
+    async with engine.open(request("a", hold=True)) as stream:
         await anext(stream)
         await engine.stop()
         with pytest.raises(UnavailableError):
@@ -239,10 +239,11 @@ async def test_stopping_fails_open_requests_and_refuses_new_ones(tiny_model: Pat
 
 async def test_an_error_in_the_thread_itself_ends_every_stream_and_is_told(tiny_model: Path) -> None:
     engine = await Engine.start(settings(tiny_model))
-    async with engine.open(request("held", hold=True)) as held, engine.open(request("a", max_tokens=600)) as stream:
+    async with engine.open(request("held", hold=True)) as held, engine.open(request("a", hold=True)) as stream:
         await anext(held)
         await anext(stream)
         engine._core.step = None  # type: ignore[assignment, method-assign]
+        stream.resume(0)
         for one in (held, stream):
             with pytest.raises(InternalError):
                 async for _ in one:
