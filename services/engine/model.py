@@ -102,15 +102,15 @@ class LlamaModel:
 
 
 def choose_decoder(config: ModelConfig, weights: ModelWeights, options: ModelOptions) -> Decoder:
-    """The decoder that `options.kernels` asks for; `NativeKernelsUnavailable` (a `ConfigError`) if that cannot be had here."""
+    """The decoder that `options.kernels` asks for; `ConfigError` if that cannot be had here."""
     if options.kernels == "torch" or options.device.type != "cpu":
         return TorchDecoder(config, weights)
     try:
         return NativeDecoder(config, weights, options.threads, options.cache_dir)
     except NativeKernelsUnavailable as error:
         if options.kernels == "native":
-            raise
-        log.warning("computing with torch's operators, which are slower: %s", error)
+            raise ConfigError(error.message) from error
+        log.warning("computing with torch's operators, which are slower: %s", error.message)
         return TorchDecoder(config, weights)
 
 
