@@ -164,18 +164,18 @@ def _groups_of_like_length(spans: Sequence[Span]) -> list[list[Span]]:
 def _decode_read(row: int, spans: Sequence[Span], pool: KvPool, rules: Rules, windows: frozenset[int], dtype: torch.dtype) -> _Read:
     keys = rules.pad_keys(spans[-1].end)
     last = torch.tensor([[span.end - 1] for span in spans], device=pool.device)
-    masks = {window: mask[:, None, None, :] for window, mask in _masks(last, keys, dtype, windows)}
+    masks = {window: mask[:, None, None, :] for window, mask in causal_masks(last, keys, dtype, windows)}
     return _Read(row, row + len(spans), _page_rows(spans, keys, pool), len(spans), keys, True, masks)
 
 
 def _prefill_read(row: int, tile: Span, pool: KvPool, rules: Rules, windows: frozenset[int], dtype: torch.dtype) -> _Read:
     keys = rules.pad_keys(tile.end)
     rows = torch.arange(tile.start, tile.start + rules.pad_queries(tile.count), device=pool.device)[:, None]
-    masks = dict(_masks(rows, keys, dtype, windows))
+    masks = dict(causal_masks(rows, keys, dtype, windows))
     return _Read(row, row + tile.count, _page_rows([tile], keys, pool), 1, keys, False, masks)
 
 
-def _masks(positions: torch.Tensor, keys: int, dtype: torch.dtype, windows: frozenset[int]) -> list[tuple[int, torch.Tensor]]:
+def causal_masks(positions: torch.Tensor, keys: int, dtype: torch.dtype, windows: frozenset[int]) -> list[tuple[int, torch.Tensor]]:
     """For each window an additive mask `[rows, keys]` for queries at `positions` `[rows, 1]`."""
     columns = torch.arange(keys, device=positions.device)[None]
     result = []

@@ -23,9 +23,10 @@ class DeviceModel:
         self.pool = pool
 
     def forward(self, entries: Sequence[StepEntry]) -> torch.Tensor:
+        """The logits are in host memory: copied together, and their step has ended when its time is taken."""
         assert_off_loop("a forward pass")
         wanted = [ForwardEntry(entry.token_ids, entry.start, entry.pages, entry.sample) for entry in entries]
-        return self.model.forward(wanted, self.pool)
+        return self.model.forward(wanted, self.pool).cpu()
 
     def sample(
         self,

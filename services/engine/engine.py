@@ -112,6 +112,8 @@ class EngineSettings:
             device = torch.device(self.device)
         except RuntimeError as error:
             raise ConfigError(f"device must be one that torch knows, got {self.device!r}") from error
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            raise ConfigError(f"there is no device {self.device} here: torch {torch.__version__} finds {torch.cuda.device_count()}")
         return ModelOptions(
             DTYPES[self.dtype], DTYPES[self.kv_dtype], self.quantization, device, self.kernels, self.threads, self.cache_dir
         )

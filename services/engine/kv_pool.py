@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from kvrelay.errors import KvTransferError
 from services.engine.model_config import ModelConfig
 
 
@@ -37,14 +38,17 @@ class KvPool:
         self.head_dim = config.head_dim
         self.dtype = dtype
         self.device = torch.device(device)
-        shape = (num_pages, config.layers, 2, page_size, config.kv_heads, config.head_dim)
-        self.data = torch.zeros(shape, dtype=dtype, device=self.device)
+        self.scratch_page = num_pages
+        """A page that no sequence can own, behind all others in `page_rows` and `slot_rows`: where the padding of a step may write."""
+        shape = (num_pages + 1, config.layers, 2, page_size, config.kv_heads, config.head_dim)
+        whole = torch.zeros(shape, dtype=dtype, device=self.device)
+        self.data = whole[:num_pages]
         """`[pages, layers, 2, page_size, kv_heads, head_dim]`"""
         self.page_bytes = math.prod(shape[1:]) * self.data.element_size()
-        self.page_rows = self.data.view(num_pages * config.layers * 2, page_size * config.kv_heads * config.head_dim)
-        """`[pages * layers * 2, page_size * kv_heads * head_dim]`: a row is the keys, or values, of one page in one layer."""
-        self.slot_rows = self.data.view(num_pages * config.layers * 2 * page_size, config.kv_heads, config.head_dim)
-        """`[pages * layers * 2 * page_size, kv_heads, head_dim]`: a row is the key, or value, of one token in one layer."""
+        self.page_rows = whole.view(-1, page_size * config.kv_heads * config.head_dim)
+        """`[(pages + 1) * layers * 2, page_size * kv_heads * head_dim]`: a row is the keys, or values, of one page in one layer."""
+        self.slot_rows = whole.view(-1, config.kv_heads, config.head_dim)
+        """`[(pages + 1) * layers * 2 * page_size, kv_heads, head_dim]`: a row is the key, or value, of one token in one layer."""
         self._flat_pages = self.data.view(num_pages, -1)
         self._bytes = self.data.view(torch.uint8).numpy().data.cast("B") if self.device.type == "cpu" else None
         self._scratch: dict[torch.dtype, torch.Tensor] = {}
@@ -58,11 +62,11 @@ class KvPool:
     def page_view(self, page: int) -> memoryview:
         """The bytes of one page, writable and not copied: `page_bytes` long, format 'B', valid as long as the pool.
 
-        Raises `IndexError` for a page the pool hasn't, `RuntimeError` for a pool that isn't in host memory.
+        Raises `IndexError` for a page the pool hasn't, `KvTransferError` for a pool that isn't in host memory.
         """
         self._check(page)
         if self._bytes is None:
-            raise RuntimeError(f"pages on {self.device} have no host memory to view")
+            raise KvTransferError(f"KV on {self.device} is not in host memory: it can be neither sent nor received")
         return self._bytes[page * self.page_bytes : (page + 1) * self.page_bytes]
 
     def zero_page(self, page: int) -> None:

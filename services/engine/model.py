@@ -12,6 +12,7 @@ import torch
 from kvrelay.errors import ConfigError
 from services.engine.decoder import Decoder, ForwardEntry
 from services.engine.demo_model import default_cache_dir
+from services.engine.graph_decode import CudaCapture, GraphDecoder
 from services.engine.kv_pool import KvPool
 from services.engine.model_config import ModelConfig
 from services.engine.native.build import NativeKernelsUnavailable
@@ -39,7 +40,7 @@ class ModelOptions:
     """'int8': linears multiply int8 weights and activations (see quantization.py), on CPUs."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     kernels: str = "auto"
-    """'native' is the suite's own, for CPUs; 'auto' takes them where they can be had."""
+    """'native' is the suite's own, for CPUs; 'auto' takes them where they can be had, and CUDA graphs (for decode) on CUDA."""
     threads: int = 1
     """Threads of the native kernels; torch has its own setting."""
     cache_dir: Path = field(default_factory=default_cache_dir)
@@ -103,6 +104,8 @@ class LlamaModel:
 
 def choose_decoder(config: ModelConfig, weights: ModelWeights, options: ModelOptions) -> Decoder:
     """The decoder that `options.kernels` asks for; `ConfigError` if that cannot be had here."""
+    if options.kernels == "auto" and options.device.type == "cuda":
+        return GraphDecoder(TorchDecoder(config, weights), CudaCapture(options.device))
     if options.kernels == "torch" or options.device.type != "cpu":
         return TorchDecoder(config, weights)
     try:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
-from services.engine.attention import AttentionPlan, PagedAttention, Span, plan_attention
+from services.engine.attention import PagedAttention, Span, plan_attention
 from services.engine.decoder import ForwardEntry
 from services.engine.exactness import Rules, rules_for
 from services.engine.kv_pool import KvPool
@@ -16,48 +17,72 @@ from services.engine.model_config import ModelConfig
 from services.engine.weights import LayerWeights, ModelWeights
 
 
+class Attend(Protocol):
+    """Attention of one layer, for a step whose shape and pages it knows."""
+
+    def __call__(self, layer: int, window: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """Stores keys and values, each `[rows, kv_heads, head_dim]`, then attends with queries `[rows, query_heads, head_dim]`.
+
+        Returns `[rows, query_size]`; each query sees `window` positions (0: all).
+        """
+        ...
+
+
 class TorchDecoder:
     """Activations are float32 on CPUs, where rows keep their bits as long as torch has one thread, and of the weights' dtype elsewhere."""
 
     name = "torch"
 
     def __init__(self, config: ModelConfig, weights: ModelWeights) -> None:
-        self._config = config
-        self._device = weights.embedding.device
-        self._dtype = torch.float32 if self._device.type == "cpu" else weights.embedding.dtype
-        self._rules = rules_for(self._device)
+        self.config = config
+        self.device = weights.embedding.device
+        self.dtype = torch.float32 if self.device.type == "cpu" else weights.embedding.dtype
+        """Of the activations."""
+        self.windows = frozenset(config.windows)
+        self._rules = rules_for(self.device)
         self._embedding = weights.embedding
         self._layers = [_Layer(config, layer, window, self._rules) for layer, window in zip(weights.layers, config.windows, strict=True)]
         self._final_norm = RmsNorm(weights.final_norm, config.norm_epsilon)
         self._head = linear(weights.head, None, self._rules)
-        self._ropes = {config.rope_of(layer): Rope(config, self._device, layer) for layer in range(config.layers)}
-        self._windows = frozenset(config.windows)
+        self._ropes = {config.rope_of(layer): Rope(config, self.device, layer) for layer in range(config.layers)}
 
     def forward(self, entries: Sequence[ForwardEntry], pool: KvPool) -> torch.Tensor:
         """See `Decoder.forward`."""
         spans = [Span(entry.start, len(entry.token_ids), entry.pages) for entry in entries]
-        plan = plan_attention(spans, pool, self._rules, self._windows, self._dtype)
+        plan = plan_attention(spans, pool, self._rules, self.windows, self.dtype)
         token_ids = [token_id for index in plan.order for token_id in entries[index].token_ids]
-        rows = self._rules.pad_rows(len(token_ids))
-        padding = [0] * (rows - len(token_ids))
-        hidden = F.embedding(self._indices(token_ids + padding), self._embedding).to(self._dtype) * self._config.embedding_scale
-        positions = self._indices(plan.positions + padding)
-        ropes = {key: rope.at(positions) for key, rope in self._ropes.items()}
-        attention = PagedAttention(pool, self._config.query_heads, self._config.query_scale, self._rules)
-        scratch = torch.zeros(rows, self._config.query_size, dtype=self._dtype, device=self._device)
-        for number, layer in enumerate(self._layers):
-            hidden = layer.forward(number, hidden, ropes[self._config.rope_of(number)], plan, attention, scratch)
-        return self._logits(hidden, _last_rows(entries, plan.order))
+        tokens = len(token_ids)
+        rows = self._rules.pad_rows(tokens)
+        padding = [0] * (rows - tokens)
+        attention = PagedAttention(pool, self.config.query_heads, self.config.query_scale, self._rules)
+        scratch = torch.zeros(rows, self.config.query_size, dtype=self.dtype, device=self.device)
 
-    def _logits(self, hidden: torch.Tensor, rows: list[int]) -> torch.Tensor:
-        if not rows:
-            return torch.empty(0, self._config.vocab_size, device=self._device)
-        padding = rows[-1:] * (self._rules.pad_rows(len(rows)) - len(rows))
-        last = self._final_norm(hidden[self._indices(rows + padding)])
-        return self._head(last)[: len(rows)].float()
+        def attend(layer: int, window: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+            attention.write(plan, layer, keys[:tokens], values[:tokens])
+            attention.read(plan, layer, window, queries[:tokens], scratch)
+            return scratch
+
+        hidden = self.hidden(self._indices(token_ids + padding), self._indices(plan.positions + padding), attend)
+        last = _last_rows(entries, plan.order)
+        if not last:
+            return torch.empty(0, self.config.vocab_size, device=self.device)
+        padding = last[-1:] * (self._rules.pad_rows(len(last)) - len(last))
+        return self.logits(hidden[self._indices(last + padding)])[: len(last)]
+
+    def hidden(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """All layers: int64 ids and positions, each `[rows]`, to `[rows, hidden]`. Looks at no tensor's content on the host."""
+        hidden = F.embedding(token_ids, self._embedding).to(self.dtype) * self.config.embedding_scale
+        ropes = {key: rope.at(positions) for key, rope in self._ropes.items()}
+        for number, layer in enumerate(self._layers):
+            hidden = layer.forward(number, hidden, ropes[self.config.rope_of(number)], attend)
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`[rows, hidden]` to float32 `[rows, vocab]`."""
+        return self._head(self._final_norm(hidden)).float()
 
     def _indices(self, values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._device)
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
 
 
 class _Layer:
@@ -87,27 +112,16 @@ class _Layer:
         self._post_attention_norm = maybe_norm(weights.post_attention_norm)
         self._post_mlp_norm = maybe_norm(weights.post_mlp_norm)
 
-    def forward(
-        self,
-        number: int,
-        hidden: torch.Tensor,
-        rope: tuple[torch.Tensor, torch.Tensor],
-        plan: AttentionPlan,
-        attention: PagedAttention,
-        scratch: torch.Tensor,
-    ) -> torch.Tensor:
-        """`[rows, hidden] -> [rows, hidden]`; rows beyond the plan's tokens are padding. `scratch` is overwritten."""
+    def forward(self, number: int, hidden: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], attend: Attend) -> torch.Tensor:
+        """`[rows, hidden] -> [rows, hidden]`."""
         config = self._config
-        tokens = len(plan.positions)
         heads = self._qkv(self._input_norm(hidden)).view(hidden.shape[0], -1, config.head_dim)
         rotary, values = heads[:, : -config.kv_heads], heads[:, -config.kv_heads :]
         if self._query_norm is not None and self._key_norm is not None:
             queries, keys = rotary[:, : config.query_heads], rotary[:, config.query_heads :]
             rotary = torch.cat((self._query_norm(queries), self._key_norm(keys)), dim=1)
-        rotary = Rope.rotate(rotary, *rope)[:tokens]
-        attention.write(plan, number, rotary[:, config.query_heads :], values[:tokens])
-        attention.read(plan, number, self._window, rotary[:, : config.query_heads], scratch)
-        attended = self._output(scratch)
+        rotary = Rope.rotate(rotary, *rope)
+        attended = self._output(attend(number, self._window, rotary[:, : config.query_heads], rotary[:, config.query_heads :], values))
         hidden = hidden + (self._post_attention_norm(attended) if self._post_attention_norm else attended)
         inner = self._mlp(self._mlp_norm(hidden))
         return hidden + (self._post_mlp_norm(inner) if self._post_mlp_norm else inner)

@@ -73,6 +73,8 @@ class SuiteSettings:
             redis_client(self.redis_url)
         if self.mode == "split" and self.prefill < 1:
             raise ConfigError("--mode split needs --prefill 1 or more")
+        if self.device != "cpu" and (self.mode != "colocated" or self.store):
+            raise ConfigError(f"--device {self.device} needs --mode colocated --no-store: KV there can be neither sent nor received")
         dynamic = "dynamic" in (self.policy, self.prefill_policy)
         if dynamic != (self.tbt_objective_ms > 0):
             raise ConfigError(f"--tbt-objective-ms (ms) must be over 0 with policy dynamic and else 0, got {self.tbt_objective_ms:g}")

@@ -67,10 +67,15 @@ class WorkerSettings:
             )
 
     def check_role(self, role: str) -> None:
-        """Raises `ConfigError` for a policy that is the other side's."""
+        """Raises `ConfigError` for a policy that is the other side's, and for KV that would have to leave another device than the CPU."""
         foreign = {"prefill": "decode-only", "decode": "prefill-only"}.get(role)
         if self.policy == foreign:
             raise ConfigError(f"--policy {foreign} is not for a {role} worker")
+        if self.device != "cpu" and (role == "prefill" or self.store_address):
+            raise ConfigError(
+                f"KV on {self.device} can be neither sent nor received: only a decode worker without a block store can have --device"
+                f" {self.device}, and serve in mode colocated"
+            )
 
     def pinned_cpus(self) -> tuple[int, ...]:
         """`cpus` as numbers; raises `ConfigError`."""

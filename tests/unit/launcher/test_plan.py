@@ -159,3 +159,15 @@ def test_restarts_back_off_and_end_within_the_window() -> None:
 
 def test_zero_restarts_means_never() -> None:
     assert RestartPolicy(max_restarts=0).delay_s([], 0.0) is None
+
+
+def test_kv_that_is_not_in_host_memory_stays_on_its_worker() -> None:
+    assert worker_processes(SuiteSettings(device="cuda", mode="colocated", store=False), REDIS, "", ())
+    WorkerSettings(device="cuda").check_role("decode")
+    for suite in ({"mode": "hybrid", "store": False}, {"mode": "split", "store": False}, {"mode": "colocated", "store": True}):
+        with pytest.raises(ConfigError, match="colocated"):
+            SuiteSettings(device="cuda", **suite)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="KV on cuda"):
+        WorkerSettings(device="cuda").check_role("prefill")
+    with pytest.raises(ConfigError, match="KV on cuda"):
+        WorkerSettings(device="cuda", store_address="127.0.0.1:1").check_role("decode")
