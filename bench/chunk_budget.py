@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import machine
+from bench.arguments import positive
 from bench.interference import Load, Suffered, percentile, suffer
 from bench.report import table
 from bench.sitting import NOISY
@@ -146,14 +147,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--quantization", default="none", choices=["none", "int8"])
     parser.add_argument("--kernels", default="auto", choices=["auto", "native", "torch"])
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--threads", type=positive, default=1)
     parser.add_argument("--cpus", nargs="+", type=int, help="cores to pin to; default: the first allowed ones, as many as threads")
     parser.add_argument("--policies", default=list(POLICIES), choices=POLICIES, nargs="+")
-    parser.add_argument("--budgets", default=[64, 128, 256, 512, 1024, 2048], nargs="+", type=int, help="tokens a step")
-    parser.add_argument("--decodes", type=int, default=8, help="sequences that decode all the time")
-    parser.add_argument("--context", type=int, default=512, help="tokens of their prompts")
-    parser.add_argument("--prompt", type=int, default=2048, help="tokens of each arriving prompt")
-    parser.add_argument("--prompts", type=int, default=3, help="prompts that arrive, one after the other")
+    parser.add_argument("--budgets", default=[64, 128, 256, 512, 1024, 2048], nargs="+", type=positive, help="tokens a step")
+    parser.add_argument("--decodes", type=positive, default=8, help="sequences that decode all the time")
+    parser.add_argument("--context", type=positive, default=512, help="tokens of their prompts")
+    parser.add_argument("--prompt", type=positive, default=2048, help="tokens of each arriving prompt")
+    parser.add_argument("--prompts", type=positive, default=3, help="prompts that arrive, one after the other")
     parser.add_argument("--ttft-ms", type=float, default=5000.0, help="objective: median TTFT of the long prompts")
     parser.add_argument("--itl-ms", type=float, default=500.0, help="objective: p99 of the time between tokens, also of policy dynamic")
     parser.add_argument("--markdown", type=Path, help="write the report to this file, or into this folder as chunk-budget-<cpu>.md")

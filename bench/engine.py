@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from bench import machine, probe
+from bench.arguments import positive
 from bench.cells import standard_cells
 from bench.floors import BYTES, Work
 from bench.gguf_file import ensure_gguf
@@ -31,18 +32,18 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.engine", description=__doc__)
     parser.add_argument("--model", default=DEMO_NAMES[0], help="model folder; peers are measured with the demo model only")
     parser.add_argument("--kinds", default=list(BYTES), choices=list(BYTES), nargs="+", help="classes of arithmetic")
-    parser.add_argument("--threads", default=[1, 2], nargs="+", type=int)
+    parser.add_argument("--threads", default=[1, 2], nargs="+", type=positive)
     allowed = sorted(os.sched_getaffinity(0))
     parser.add_argument("--cpus", default=allowed, nargs="+", type=int, help="cores to pin to, the first as many as threads")
     parser.add_argument("--peers", default=["all"], choices=["all", "none", *(peer.name for peer in PEERS)], nargs="+")
     parser.add_argument("--peers-dir", type=Path, default=default_cache_dir() / "peers", help="where their environments are")
     parser.add_argument("--kernels", default="auto", choices=["auto", "native", "torch"], help="what kvrelay computes with")
-    parser.add_argument("--prompts", default=[128, 512, 2048], nargs="*", type=int, help="lengths of the prompts of prefill")
-    parser.add_argument("--batches", default=[1, 4, 8, 16], nargs="*", type=int, help="sequences that decode")
-    parser.add_argument("--context", type=int, default=512, help="tokens in the cache of each decoding sequence")
+    parser.add_argument("--prompts", default=[128, 512, 2048], nargs="*", type=positive, help="lengths of the prompts of prefill")
+    parser.add_argument("--batches", default=[1, 4, 8, 16], nargs="*", type=positive, help="sequences that decode")
+    parser.add_argument("--context", type=positive, default=512, help="tokens in the cache of each decoding sequence")
     parser.add_argument("--chunk", type=int, default=256, help="prompt tokens of a mixed step; 0 for none")
-    parser.add_argument("--steps", type=int, default=16, help="decode steps a run; up to four times as many with fewer than 4 sequences")
-    parser.add_argument("--rounds", type=int, default=5, help="counted runs of each engine at each cell")
+    parser.add_argument("--steps", type=positive, default=16, help="decode steps a run; up to four times that with fewer than 4 sequences")
+    parser.add_argument("--rounds", type=positive, default=5, help="counted runs of each engine at each cell")
     parser.add_argument(
         "--quick", action="store_true", help="a smoke run in less than a minute: no peers, no float32, one thread, few runs"
     )

@@ -27,8 +27,8 @@ _HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer*")
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 
 
-def resolve_model(name_or_path: str, cache_dir: Path | None = None) -> Path:
-    """The folder of a model: a local folder as it is, a demo name converted once, any other name from the Hugging Face hub.
+def resolve_model(name_or_path: str, cache_dir: Path | None = None, dtype: str = "bfloat16") -> Path:
+    """The folder of a model: a local folder as it is, a demo name converted once to `dtype`, any other name from the Hugging Face hub.
 
     May block for a download. `ModelLoadError` says what to do when there is no such model.
     """
@@ -36,7 +36,7 @@ def resolve_model(name_or_path: str, cache_dir: Path | None = None) -> Path:
     if folder.is_dir():
         return folder
     if name_or_path.lower() in DEMO_NAMES:
-        return ensure_demo_model(cache_dir)
+        return ensure_demo_model(cache_dir, dtype)
     if not _HUB_NAME.fullmatch(name_or_path):
         raise ModelLoadError(f"no such folder: {name_or_path!r}; give a model folder or one of {', '.join(DEMO_NAMES)}", model=name_or_path)
     try:
@@ -83,17 +83,25 @@ def ensure_demo_model(cache_dir: Path | None = None, dtype: str = "bfloat16") ->
     root = cache_dir if cache_dir is not None else default_cache_dir()
     target = root / f"smollm2-135m-instruct-{dtype}-v{_FORMAT}"
     if not target.is_dir():
-        root.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(prefix=".smollm2-", dir=root))
         try:
-            _convert(find_gguf(), made, dtype)
-            made.chmod(0o755)
-            for file in made.iterdir():
-                file.chmod(0o644)
-            _keep(made, target)
-        finally:
-            shutil.rmtree(made, ignore_errors=True)
+            _make(target, dtype)
+        except OSError as error:
+            raise ModelLoadError(f"the demo model cannot be written to {root}: {error.strerror or error}", path=root) from error
     return target
+
+
+def _make(target: Path, dtype: str) -> None:
+    root = target.parent
+    root.mkdir(parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(prefix=".smollm2-", dir=root))
+    try:
+        _convert(find_gguf(), made, dtype)
+        made.chmod(0o755)
+        for file in made.iterdir():
+            file.chmod(0o644)
+        _keep(made, target)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
 
 
 def _keep(made: Path, target: Path) -> None:

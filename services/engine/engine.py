@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -104,8 +105,9 @@ class EngineSettings:
             raise ConfigError(f"exactness_check must be one of {', '.join(EXACTNESS_CHECKS)}, got {self.exactness_check!r}")
         if self.block_size not in BLOCK_SIZES:
             raise ConfigError(f"block_size must be one of {', '.join(map(str, BLOCK_SIZES))} tokens, got {self.block_size}")
-        if self.threads < 1:
-            raise ConfigError(f"threads must be 1 or more, got {self.threads}")
+        cores = len(os.sched_getaffinity(0))
+        if not 1 <= self.threads <= cores:
+            raise ConfigError(f"threads must be from 1 to the {cores} cores it may run on, got {self.threads}")
         if self.num_pages < 0 or self.max_context_tokens < 0:
             raise ConfigError(f"num_pages and max_context_tokens must be 0 or more, got {self.num_pages} and {self.max_context_tokens}")
         try:

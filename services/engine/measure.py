@@ -67,7 +67,7 @@ def run(settings: MeasureSettings, say: Say) -> Profile:
         except (OSError, ValueError, OverflowError) as error:
             raise ConfigError(f"--cpus must be cores this process may run on, got {','.join(settings.cpus)}", setting="cpus") from error
     cache_dir = Path(settings.cache_dir).expanduser()
-    folder = resolve_model(settings.model, cache_dir)
+    folder = resolve_model(settings.model, cache_dir, settings.dtype)
     options = EngineSettings(
         folder,
         dtype=settings.dtype,

@@ -33,9 +33,11 @@ class Ready:
 class Child:
     """One life of one process. It is in a session of its own, so that a terminal's Ctrl-C reaches the launcher alone."""
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process, log_path: Path) -> None:
+    def __init__(self, name: str, process: asyncio.subprocess.Process, log_path: Path, log_start: int) -> None:
         self.name = name
         self.log_path = log_path
+        self._log_start = log_start
+        """Where this life's part of the log begins, in bytes."""
         self._process = process
         self._reading = asyncio.Lock()
 
@@ -43,10 +45,11 @@ class Child:
     async def spawn(cls, name: str, argv: Sequence[str], environ: Mapping[str, str], log_path: Path) -> Child:
         """Starts `argv` with stderr appended to `log_path`: a file, so that a service never waits for a reader of its log."""
         with _append(log_path) as log:
+            log_start = log.seek(0, os.SEEK_END)
             process = await asyncio.create_subprocess_exec(
                 *argv, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=log, env=environ, start_new_session=True
             )
-        return cls(name, process, log_path)
+        return cls(name, process, log_path, log_start)
 
     @property
     def pid(self) -> int:
@@ -87,9 +90,10 @@ class Child:
         self._signal(signal.SIGKILL)
 
     def tail(self, lines: int = TAIL_LINES) -> str:
-        """The end of its log."""
-        with contextlib.suppress(OSError), self.log_path.open(encoding="utf-8", errors="replace") as log:
-            return "".join(deque(log, lines))
+        """The end of what it has logged in this life."""
+        with contextlib.suppress(OSError), self.log_path.open("rb") as log:
+            log.seek(self._log_start)
+            return b"".join(deque(log, lines)).decode(errors="replace")
         return ""
 
     def _signal(self, number: signal.Signals) -> None:

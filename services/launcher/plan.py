@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvrelay.errors import ConfigError
 from services.launcher.settings import SuiteSettings
 
 LOOPBACK = "127.0.0.1"
@@ -122,7 +123,12 @@ def scheduling(settings: SuiteSettings, role: str) -> dict[str, object]:
 
 
 def threads_each(settings: SuiteSettings, workers: int, cores: int) -> int:
-    """Computing threads of each worker: as told, or the cores divided among them. Torch's operators keep their bits with one only."""
+    """Computing threads of each worker: as told, or the cores divided among them. Torch's operators keep their bits with one only.
+
+    `ConfigError` for more than there are cores; 0 cores: unknown.
+    """
+    if 0 < cores < settings.threads:
+        raise ConfigError(f"--threads (threads) must be at most the {cores} cores of this machine, got {settings.threads}")
     if settings.threads:
         return settings.threads
     return max(1, cores // workers) if settings.device == "cpu" and settings.kernels != "torch" else 1

@@ -15,7 +15,7 @@ from pathlib import Path
 from kvrelay.errors import ModelLoadError
 
 
-def main(name: str, cache_dir: str, kernels: str) -> int:
+def main(name: str, cache_dir: str, dtype: str, kernels: str) -> int:
     """Prints {"path": folder, "name": what requests call it} and returns 0, or {"error": message} and returns 1."""
     from services.engine.demo_model import resolve_model, served_name
     from services.engine.native.build import NativeKernelsUnavailable, library_path
@@ -26,7 +26,7 @@ def main(name: str, cache_dir: str, kernels: str) -> int:
         with contextlib.suppress(NativeKernelsUnavailable):
             library_path(cache)
     try:
-        folder = resolve_model(name, cache)
+        folder = resolve_model(name, cache, dtype)
         answer = {"path": str(folder.resolve()), "name": served_name(name, folder)}
     except ModelLoadError as error:
         answer = {"error": error.message}

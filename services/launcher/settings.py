@@ -32,16 +32,22 @@ class SuiteSettings:
     quantization: str = setting("none", "int8: 8-bit weights and activations in the linears", choices=("none", "int8"))
     kernels: str = setting("auto", "what computes on CPUs; auto: native where a compiler is at hand", choices=("auto", "native", "torch"))
     device: str = setting("cpu", "torch device of the workers")
-    threads: int = setting(0, "computing threads a worker; 0: the cores divided among the workers", unit="threads", minimum=0)
+    threads: int = setting(
+        0, "computing threads a worker, no more than there are cores; 0: the cores divided among the workers", unit="threads", minimum=0
+    )
     pin: bool = setting(True, "pin workers to cores of their own, if there are enough")
     kv_cache_mib: int = setting(256, "KV cache of each worker", unit="MiB", minimum=1)
     block_size: int = setting(16, "tokens a KV block; a power of two", unit="tokens", minimum=1, maximum=MAX_BLOCK_SIZE)
-    max_num_batched_tokens: int = setting(256, "tokens a step computes at most: the chunk budget of prefill", unit="tokens", minimum=1)
+    max_num_batched_tokens: int = setting(
+        256, "tokens a step computes at most: the chunk budget of prefill", unit="tokens", minimum=1, maximum=1 << 20
+    )
     max_num_seqs: int = setting(32, "sequences a step runs at most", unit="sequences", minimum=1)
     max_waiting: int = setting(128, "requests that may wait in one worker; more are refused", unit="requests", minimum=1)
     policy: str = setting("chunked", "how decode workers fill a step", choices=("whole", "chunked", "dynamic", "decode-only"))
     prefill_policy: str = setting("chunked", "how prefill workers fill a step", choices=("whole", "chunked", "dynamic", "prefill-only"))
-    tbt_objective_ms: float = setting(0.0, "longest step that policy dynamic aims at", unit="ms", minimum=0)
+    tbt_objective_ms: float = setting(
+        0.0, "longest step that policy dynamic, and no other, aims at", unit="ms", minimum=0, maximum=3_600_000
+    )
     prefill_order: str = setting(
         "fcfs", "whose prompt is computed first: first come, or shortest rest with ageing", choices=("fcfs", "shortest")
     )
@@ -71,6 +77,10 @@ class SuiteSettings:
             from services.runtime.registry import redis_client
 
             redis_client(self.redis_url)
+        if self.max_num_seqs > self.max_num_batched_tokens:
+            raise ConfigError(
+                f"--max-num-seqs ({self.max_num_seqs}) must not exceed --max-num-batched-tokens ({self.max_num_batched_tokens})"
+            )
         if self.mode == "split" and self.prefill < 1:
             raise ConfigError("--mode split needs --prefill 1 or more")
         if self.device != "cpu" and (self.mode != "colocated" or self.store):

@@ -112,7 +112,7 @@ async def resolve_model(settings: SuiteSettings, environ: Mapping[str, str], rep
         return replace(settings, model=str(folder))
     report(f"preparing the model {settings.model} and the kernels for this CPU (the first time takes some seconds)")
     kernels = settings.kernels if settings.device == "cpu" else "torch"
-    argv = [sys.executable, "-m", "services.launcher.prepare_model", settings.model, settings.cache_dir, kernels]
+    argv = [sys.executable, "-m", "services.launcher.prepare_model", settings.model, settings.cache_dir, settings.dtype, kernels]
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
         *argv, stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe, env=child_environ(environ)

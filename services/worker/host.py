@@ -164,7 +164,7 @@ def _engine_settings(settings: WorkerSettings) -> EngineSettings:
     """Looks for the model, or makes it; blocks. Raises `ModelLoadError`."""
     assert_off_loop("looking for a model")
     cache_dir = Path(settings.cache_dir).expanduser()
-    folder = resolve_model(settings.model, cache_dir)
+    folder = resolve_model(settings.model, cache_dir, settings.dtype)
     return EngineSettings(
         model_path=folder,
         model_name=settings.model_name or served_name(settings.model, folder),

@@ -32,11 +32,15 @@ class WorkerSettings:
     kv_cache_mib: int = setting(256, "KV cache", unit="MiB", minimum=1)
     block_size: int = setting(16, "tokens a KV block; a power of two", unit="tokens")
     max_context_tokens: int = setting(0, "prompt and answer together; 0: what the model allows", unit="tokens", minimum=0)
-    max_num_batched_tokens: int = setting(256, "tokens a step computes at most: the chunk budget of prefill", unit="tokens")
+    max_num_batched_tokens: int = setting(
+        256, "tokens a step computes at most: the chunk budget of prefill", unit="tokens", minimum=1, maximum=1 << 20
+    )
     max_num_seqs: int = setting(32, "sequences a step runs at most", unit="sequences")
     max_waiting: int = setting(128, "requests that may wait for pages; more are refused", unit="requests")
     policy: str = setting("chunked", "how a step is filled", choices=POLICIES)
-    tbt_objective_ms: float = setting(0.0, "longest step that policy dynamic aims at", unit="ms", minimum=0)
+    tbt_objective_ms: float = setting(
+        0.0, "longest step that policy dynamic, and no other, aims at", unit="ms", minimum=0, maximum=3_600_000
+    )
     prefill_order: str = setting("fcfs", "whose prompt is computed first: first come, or shortest rest with ageing", choices=ORDERS)
     explain_schedule: str = setting("", "file to which each step is explained, for `kvrelay schedule`; empty: none")
     profile: str = setting("", "file of `kvrelay profile`: what steps cost here; empty: learnt from the first ones")

@@ -23,6 +23,7 @@ THIS_CPU = ("-march=native",)
 """Uses every instruction this machine has; the bits are the same with fewer ("-mavx2", "-mfma")."""
 COMPILERS = ("g++", "c++", "clang++")
 _TIMEOUT_S = 300.0
+_SEAL_BYTES = 32
 _FOLDER = Path(__file__).parent
 
 
@@ -44,7 +45,7 @@ def library_path(cache_dir: Path, target_flags: tuple[str, ...] = THIS_CPU) -> P
     compiler = _compiler()
     flags = (*FLAGS, *target_flags)
     target = cache_dir / f"kernels-{_digest(compiler, flags)}.so"
-    if not target.is_file():
+    if not _is_whole(target):
         _compile(compiler, flags, target)
     return target
 
@@ -52,7 +53,7 @@ def library_path(cache_dir: Path, target_flags: tuple[str, ...] = THIS_CPU) -> P
 def built_library(cache_dir: Path) -> Path | None:
     """The library for this machine if it is compiled already; raises `NativeKernelsUnavailable` without a compiler."""
     target = cache_dir / f"kernels-{_digest(_compiler(), (*FLAGS, *THIS_CPU))}.so"
-    return target if target.is_file() else None
+    return target if _is_whole(target) else None
 
 
 def _compiler() -> str:
@@ -73,12 +74,32 @@ def _compile(compiler: str, flags: tuple[str, ...], target: Path) -> None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
         if done.returncode:
             raise NativeKernelsUnavailable(f"{compiler} could not compile the native kernels: {done.stderr.strip()[-2000:]}")
+        _seal(Path(made))
         os.rename(made, target)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NativeKernelsUnavailable(f"the native kernels could not be compiled: {error}") from error
     finally:
         if made:
             Path(made).unlink(missing_ok=True)
+
+
+def _seal(library: Path) -> None:
+    """Appends the content's SHA-256, which a loader of libraries does not look at, and has it all on the disk before it gets its name."""
+    content = library.read_bytes()
+    with library.open("ab") as file:
+        file.write(hashlib.sha256(content).digest())
+        file.flush()
+        os.fsync(file.fileno())
+    library.chmod(0o755)
+
+
+def _is_whole(library: Path) -> bool:
+    """Whether a library is there and as it was sealed: loading one that was cut off would kill the process."""
+    try:
+        content = library.read_bytes()
+    except OSError:
+        return False
+    return content[-_SEAL_BYTES:] == hashlib.sha256(content[:-_SEAL_BYTES]).digest()
 
 
 def _digest(compiler: str, flags: tuple[str, ...]) -> str:

@@ -57,7 +57,7 @@ class NativeDecoder:
         )
         self._model = self._library.kvr_create(ctypes.byref(sizes))
         if not self._model:
-            raise MemoryError("no memory for the native kernels")
+            raise MemoryError(f"no memory, or no {threads} threads, for the native kernels")
         self._library.kvr_set_embedding(self._model, self._embedding.data_ptr(), self._embedding.dtype is torch.bfloat16)
         self._linear(-1, 0, weights.head, None)
         self._norm(-1, 0, weights.final_norm)

@@ -20,17 +20,15 @@ namespace kvr {
 class Team {
   public:
     explicit Team(int threads) {
-        for (int id = 1; id < threads; ++id) helpers_.emplace_back([this, id] { help(id); });
+        try {
+            for (int id = 1; id < threads; ++id) helpers_.emplace_back([this, id] { help(id); });
+        } catch (...) {  // no destructor runs for what was not constructed
+            dismiss();
+            throw;
+        }
     }
     Team(const Team&) = delete;
-    ~Team() {
-        {
-            std::lock_guard<std::mutex> lock(mutex_);
-            stopping_ = true;
-        }
-        wake_.notify_all();
-        for (auto& helper : helpers_) helper.join();
-    }
+    ~Team() { dismiss(); }
 
     int size() const { return 1 + (int)helpers_.size(); }
 
@@ -70,6 +68,15 @@ class Team {
     }
 
   private:
+    void dismiss() {
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            stopping_ = true;
+        }
+        wake_.notify_all();
+        for (auto& helper : helpers_) helper.join();
+    }
+
     // Takes and does one unit. While a unit is held its loop cannot end, so `body_` and `call_` stay what they are.
     bool work(int thread) {
         long left = left_.load(std::memory_order_acquire);

@@ -82,8 +82,12 @@ def test_subject_that_does_not_load_says_why() -> None:
 
 
 @pytest.mark.parametrize("make", [ModelPath, WholeEngine, Transformers])
-def test_every_float32_engine_does_the_cells_and_gives_the_same_answer(make: type[Subject], tiny: Path) -> None:
+def test_every_float32_engine_does_the_cells_and_gives_the_same_answer(
+    make: type[Subject], tiny: Path, request: pytest.FixtureRequest
+) -> None:
     subject = make(setup(tiny))  # type: ignore[call-arg]
+    if isinstance(subject, WholeEngine):
+        request.addfinalizer(subject.close)
     expected = Transformers(setup(tiny)).greedy(QUESTION, 6)
     assert subject.greedy(QUESTION, 6) == expected
     assert all(subject.run(cell) > 0 for cell in [*CELLS, *CELLS])

@@ -70,12 +70,26 @@ def test_the_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_demo_model_comes_in_the_dtype_it_is_to_be_served_in(tmp_path: Path) -> None:
+    for dtype in ("bfloat16", "float32"):
+        (tmp_path / f"smollm2-135m-instruct-{dtype}-v1").mkdir()
+        assert resolve_model("smollm2", tmp_path, dtype).name == f"smollm2-135m-instruct-{dtype}-v1"
+
+
+def test_a_cache_that_cannot_be_written_is_a_typed_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ModelLoadError, match="cannot be written"):
+        ensure_demo_model(tmp_path / "file" / "cache")
+
+
 def test_a_converted_model_is_found_without_torch(tmp_path: Path) -> None:
     (tmp_path / "smollm2-135m-instruct-bfloat16-v1").mkdir()
     code = (
         "import sys; from services.launcher.prepare_model import main; sys.exit(main('smollm2', *sys.argv[1:]) or 'torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path), "torch"], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path), "bfloat16", "torch"], capture_output=True, text=True, check=False, timeout=60
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert str(tmp_path) in done.stdout
 

@@ -119,6 +119,17 @@ def test_a_second_start_compiles_nothing(tmp_path: Path, monkeypatch: pytest.Mon
     assert [path.name for path in tmp_path.iterdir()] == [first.name], "nothing half-made stays"
 
 
+@pytest.mark.parametrize("damage", ["cut off", "empty", "another"])
+def test_a_damaged_library_is_compiled_again(tmp_path: Path, damage: str) -> None:
+    """Loading it would kill the process, or the name would lead to somebody else's code."""
+    library = library_path(tmp_path, ("-O0",))
+    whole = library.read_bytes()
+    library.write_bytes({"cut off": whole[: len(whole) // 2], "empty": b"", "another": whole[:-40] + bytes(40)}[damage])
+    assert library_path(tmp_path, ("-O0",)) == library
+    assert library.read_bytes()[:4] == whole[:4] and len(library.read_bytes()) == len(whole)
+    assert library.stat().st_mode & 0o777 == 0o755, "others that share the cache may read it"
+
+
 def test_a_compiler_that_fails_is_a_typed_error(tmp_path: Path) -> None:
     with pytest.raises(NativeKernelsUnavailable, match="no-such-cpu"):
         library_path(tmp_path, ("-march=no-such-cpu",))

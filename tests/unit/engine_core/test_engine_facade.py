@@ -292,6 +292,7 @@ async def test_a_tokenizer_that_cannot_be_read_is_an_error_of_start(tmp_path: Pa
         {"device": "nonsense"},
         {"cpus": (1023,)},
         {"threads": 0},
+        {"threads": 100_000},
         {"num_pages": -1},
         {"num_pages": 1 << 46},
     ],

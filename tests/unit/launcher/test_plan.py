@@ -75,6 +75,8 @@ def test_the_cores_are_divided_among_the_workers() -> None:
     assert flags(2) == ["--threads=1", "--cpus=1"]
     assert flags(1) == ["--threads=1"]
     assert flags(8, threads=2, pin=False) == ["--threads=2"]
+    with pytest.raises(ConfigError, match="at most the 2 cores"):
+        flags(2, threads=3)
     assert flags(8, kernels="torch") == ["--threads=1", "--cpus=1"], "torch's operators keep their bits with one thread"
 
 
