@@ -183,7 +183,7 @@ void product_tile(const float* a, long lda, const float* b, long ldb, int depth,
     F acc[MR][NV];
     for (int r = 0; r < MR; ++r)
         for (int v = 0; v < NV; ++v) acc[r][v] = add ? load(c + r * ldc + v * kLanes) : splat(0.0f);
-    multiply<MR, NV>(a, lda, b, ldb, depth, acc, Ahead{(const char*)b, 0});
+    multiply<MR, NV>(a, lda, b, ldb, depth, acc, Nothing({}));
     for (int r = 0; r < MR; ++r)
         for (int v = 0; v < NV; ++v) store(c + r * ldc + v * kLanes, acc[r][v]);
 }

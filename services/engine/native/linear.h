@@ -82,10 +82,15 @@ struct Ahead {
         __builtin_prefetch(start + step * stride + 64, 0, 2);
     }
 };
+// For tiles that ask for nothing: not even a prefetch of what is there, which would cost five percent of a large product.
+struct Nothing {
+    explicit Nothing(Ahead) {}
+    KVR_INLINE void ask(long) const {}
+};
 
 // acc[r][v] += sum over k of a[r][k] * b[k][v], k ascending. `b` has `ldb` floats a row.
-template <int MR, int NV>
-KVR_INLINE void multiply(const float* a, long lda, const float* b, long ldb, int depth, F (&acc)[MR][NV], Ahead ahead) {
+template <int MR, int NV, typename Asking>
+KVR_INLINE void multiply(const float* a, long lda, const float* b, long ldb, int depth, F (&acc)[MR][NV], Asking ahead) {
     for (int k = 0; k < depth; ++k) {
         F w[NV];
         ahead.ask(k);
@@ -115,8 +120,8 @@ KVR_INLINE void load_panel(const uint32_t* p, F (&w)[kPanelVectors]) {
 #endif
 }
 
-template <int MR>
-KVR_INLINE void multiply_bf16(const float* a, long lda, const uint32_t* b, int depth, F (&acc)[MR][kPanelVectors], Ahead ahead) {
+template <int MR, typename Asking>
+KVR_INLINE void multiply_bf16(const float* a, long lda, const uint32_t* b, int depth, F (&acc)[MR][kPanelVectors], Asking ahead) {
     for (int k = 0; k < depth; ++k) {
         F w[kPanelVectors];
         ahead.ask(k);
@@ -207,9 +212,9 @@ KVR_INLINE I dot(I sums, const uint8_t* x, Quads w) {
 }
 
 // acc[r][v] = integer sum * (x_scale * w_scale). `depth` is a multiple of kQuad.
-template <int MR>
+template <int MR, typename Asking>
 KVR_INLINE void multiply_int8(const uint8_t* x, long ldx, const float* x_scales, const int8_t* panel, int depth, F (&acc)[MR][kPanelVectors],
-                              Ahead ahead) {
+                              Asking ahead) {
     const int32_t* offsets = (const int32_t*)(panel + (size_t)depth * kPanel);
     const float* scales = (const float*)(offsets + kPanel);
     I sums[MR][kPanelVectors] = {};
@@ -373,7 +378,7 @@ KVR_INLINE void finish_tile(const Linear& linear, int panel, const F (&acc)[MR][
     }
 }
 
-template <int MR>
+template <int MR, typename Asking>
 void run_tile(const Linear& linear, int panel, const float* wide, const Inputs& in, long row, Ahead ahead, Finish how, float* gates, float* y,
               long ldy) {
     F acc[MR][kPanelVectors];
@@ -384,20 +389,20 @@ void run_tile(const Linear& linear, int panel, const float* wide, const Inputs& 
     if (linear.kind == Kind::kInt8) {
         if constexpr (MR <= kInt8Rows) {
             const int width = linear.quads_depth();
-            multiply_int8<MR>(in.bytes + row * width, width, in.scales + row, (const int8_t*)weights, width, acc, ahead);
+            multiply_int8<MR, Asking>(in.bytes + row * width, width, in.scales + row, (const int8_t*)weights, width, acc, Asking(ahead));
         }
     } else if (wide) {
-        multiply<MR, kPanelVectors>(x, in.stride, wide, kPanel, linear.depth, acc, ahead);
+        multiply<MR, kPanelVectors>(x, in.stride, wide, kPanel, linear.depth, acc, Asking(ahead));
     } else {
-        multiply_bf16<MR>(x, in.stride, (const uint32_t*)weights, linear.depth, acc, ahead);
+        multiply_bf16<MR>(x, in.stride, (const uint32_t*)weights, linear.depth, acc, Asking(ahead));
     }
     finish_tile<MR>(linear, panel, acc, how, gates, y + row * ldy, ldy);
 }
 
 using TileRunner = void (*)(const Linear&, int, const float*, const Inputs&, long, Ahead, Finish, float*, float*, long);
-template <int... MR>
+template <typename Asking, int... MR>
 constexpr TileRunner pick_tile(int rows, std::integer_sequence<int, MR...>) {
-    constexpr TileRunner runners[] = {&run_tile<MR + 1>...};
+    constexpr TileRunner runners[] = {&run_tile<MR + 1, Asking>...};
     return runners[rows - 1];
 }
 
@@ -429,12 +434,12 @@ inline void run_panels(const Linear& linear, const Inputs& in, long rows, Finish
             for (long t = 0; t < count; ++t) {
                 // Tiles of like size: 16 rows are 8 + 8, not 12 + 4.
                 const long row = first + (last - first) * t / count, next = first + (last - first) * (t + 1) / count;
-                TileRunner run = pick_tile((int)(next - row), std::make_integer_sequence<int, kTileRows>{});
+                // The last four tiles (few enough rows: all) ask for the next panel.
+                const long asking = std::min<long>(count, 4), turn = t - (count - asking), part = (long)linear.panel_bytes() / asking;
+                const auto sizes = std::make_integer_sequence<int, kTileRows>{};
+                const TileRunner run = turn >= 0 ? pick_tile<Ahead>((int)(next - row), sizes) : pick_tile<Nothing>((int)(next - row), sizes);
                 for (int half = 0; half < step; ++half) {
-                    // The last four tiles (few enough rows: all) ask for the next panel.
-                    const long asking = std::min<long>(count, 4), turn = t - (count - asking), part = (long)linear.panel_bytes() / asking;
-                    const Ahead ahead = turn >= 0 ? Ahead{linear.panel(panel + half + step) + turn * part, part / linear.steps()}
-                                                  : Ahead{linear.panel(panel + half), 0};
+                    const Ahead ahead{linear.panel(panel + half + step) + std::max<long>(0, turn) * part, part / linear.steps()};
                     run(linear, (int)panel + half, wide[half], in, row, ahead, how, gates, y, ldy);
                 }
             }
