@@ -71,7 +71,7 @@ async def test_generate_reads_stdin_and_passes_every_option(router: ScriptedRout
     assert (sampling.logit_bias, sampling.min_tokens, sampling.logprobs) == ({5: -1.5}, 2, 5)
     assert (stop.strings, stop.token_ids, stop.ignore_eos) == (("A", "B"), (4,), True)
     assert (request.model, request.request_id, request.cache_salt) == ("tiny", "mine", "pepper")
-    assert router.time_remaining[0] <= 9
+    assert router.time_remaining[0] <= 9.5  # gRPC rounds up
 
 
 async def test_generate_json_is_one_object_a_line(router: ScriptedRouter) -> None:

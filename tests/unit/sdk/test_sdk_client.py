@@ -249,7 +249,7 @@ async def test_a_passed_deadline_is_typed_and_reaches_the_server(router: Scripte
     async with client_of(router) as client:
         got = await read_until_error(client.generate("x", timeout=1.0))
     assert isinstance(got, errors.DeadlineExceededError)
-    assert router.time_remaining[0] <= 1.0
+    assert router.time_remaining[0] <= 1.5  # gRPC rounds up
     await asyncio.wait_for(router.cancelled.wait(), 10)
 
 
