@@ -45,7 +45,7 @@ class Config(ctypes.Structure):
     """`KvrConfig`."""
 
     _fields_: ClassVar = [
-        *((name, ctypes.c_int32) for name in ("layers", "hidden", "inner", "query_heads", "kv_heads", "head_dim", "vocab")),
+        *((name, ctypes.c_int32) for name in ("layers", "hidden", "inner", "query_heads", "kv_heads", "head_dim")),
         *((name, ctypes.c_int32) for name in ("max_positions", "gelu")),
         *((name, ctypes.c_float) for name in ("norm_epsilon", "query_scale", "embedding_scale")),
         ("threads", ctypes.c_int32),

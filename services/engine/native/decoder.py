@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -47,7 +47,6 @@ class NativeDecoder:
             query_heads=config.query_heads,
             kv_heads=config.kv_heads,
             head_dim=config.head_dim,
-            vocab=config.vocab_size,
             max_positions=config.max_positions,
             gelu=config.gelu,
             norm_epsilon=config.norm_epsilon,
@@ -146,8 +145,8 @@ def _check(config: ModelConfig, weights: ModelWeights) -> None:
         raise NativeKernelsUnavailable(f"no native kernels for {weights.embedding.dtype} on {weights.embedding.device}")
 
 
-def _int32(values: object) -> torch.Tensor:
-    return torch.tensor(list(values), dtype=torch.int32)  # type: ignore[call-overload]
+def _int32(values: Iterable[int]) -> torch.Tensor:
+    return torch.tensor(list(values), dtype=torch.int32)
 
 
 def _pointer(tensor: torch.Tensor | None) -> int | None:

@@ -12,7 +12,7 @@ extern "C" {
 
 // Mirrored by services/engine/native/binding.py: keep the order.
 struct KvrConfig {
-    int32_t layers, hidden, inner, query_heads, kv_heads, head_dim, vocab, max_positions;
+    int32_t layers, hidden, inner, query_heads, kv_heads, head_dim, max_positions;
     int32_t gelu;  // the gate is gelu (tanh) instead of silu
     float norm_epsilon;
     float query_scale;
