@@ -1,7 +1,7 @@
 // y = x W^T with weights packed once into panels of columns: float32, bfloat16 (widened as it is read) or int8.
 //
-// Each output element is one chain of fused multiply-adds over the inputs in ascending order (int8: an exact integer sum), whatever the number of rows, the tile they fall in, or the thread. Tiles only decide how many
-// such chains run side by side.
+// Each output element is one chain of fused multiply-adds over the inputs in ascending order (int8: an exact integer sum),
+// whatever the number of rows, the tile they fall in, or the thread. Tiles only decide how many such chains run side by side.
 #pragma once
 
 #include <algorithm>
@@ -23,7 +23,7 @@ constexpr int kInt8Rows = 8;  // with more, the rows' addresses no longer fit th
 #else
 constexpr int kPanelVectors = 1;  // AVX2: 6 rows x 2 registers, 2 of weights, 1 of inputs: 15 of 16
 constexpr int kTileRows = 6;
-constexpr int kInt8Rows = 3;
+constexpr int kInt8Rows = 4;
 #endif
 constexpr int kPanel = kPanelVectors * kLanes;
 
@@ -136,21 +136,26 @@ KVR_INLINE void multiply_bf16(const float* a, long lda, const uint32_t* b, int d
 // --- int8 ------------------------------------------------------------------------------------------------------------------
 
 // W8A8 as services/engine/quantization.py defines it: a token's inputs are rotated in blocks (a Hadamard transform) and get one
-// scale; a weight row, rotated when it was quantized, has one too. Activations are stored offset by 128 (0 to 255), which is what
-// the CPU's dot product takes; the sum of a weight row, times 128, is taken off again. A packed panel: steps of kPanel columns x
-// kQuad bytes, then kPanel int32 offsets, then kPanel float scales.
+// scale; a weight row, rotated when it was quantized, has one too. Both lie between -127 and 127. AVX-512's dot product takes
+// unsigned activations: there they are stored offset by 128, and the sum of a weight row, times 128, is taken off again. A packed
+// panel: steps of kPanel columns x kQuad bytes, then kPanel int32 offsets, then kPanel float scales.
 #if defined(KVR_AVX512) && defined(__AVX512VNNI__)
 #define KVR_VNNI 1
+#endif
+#if defined(KVR_AVX512)
+constexpr int kOffset = 128;
+#else
+constexpr int kOffset = 0;
 #endif
 constexpr int kQuad = 4;
 constexpr int kMaxBlock = 64;
 
-// Integer sums of 16 columns. AVX2 keeps two halves of each, which are added at the end.
+// Integer sums of 16 columns.
 struct I {
 #if defined(KVR_AVX512)
     __m512i v;
 #elif defined(KVR_AVX2)
-    __m256i v[4];
+    __m256i a, b;
 #else
     int32_t v[kLanes];
 #endif
@@ -159,11 +164,8 @@ KVR_INLINE F finish(I x, const int32_t* offsets) {
 #if defined(KVR_AVX512)
     return {_mm512_cvtepi32_ps(_mm512_add_epi32(x.v, _mm512_loadu_si512(offsets)))};
 #elif defined(KVR_AVX2)
-    // hadd leaves the 128-bit lanes' columns interleaved: 0 1 4 5 | 2 3 6 7.
-    __m256i low = _mm256_permute4x64_epi64(_mm256_hadd_epi32(x.v[0], x.v[1]), 0xd8);
-    __m256i high = _mm256_permute4x64_epi64(_mm256_hadd_epi32(x.v[2], x.v[3]), 0xd8);
-    return {_mm256_cvtepi32_ps(_mm256_add_epi32(low, _mm256_loadu_si256((const __m256i*)offsets))),
-            _mm256_cvtepi32_ps(_mm256_add_epi32(high, _mm256_loadu_si256((const __m256i*)(offsets + 8))))};
+    return {_mm256_cvtepi32_ps(_mm256_add_epi32(x.a, _mm256_loadu_si256((const __m256i*)offsets))),
+            _mm256_cvtepi32_ps(_mm256_add_epi32(x.b, _mm256_loadu_si256((const __m256i*)(offsets + 8))))};
 #else
     return each([&](int i) { return (float)(x.v[i] + offsets[i]); });
 #endif
@@ -173,7 +175,7 @@ struct Quads {
 #if defined(KVR_AVX512)
     __m512i v;
 #elif defined(KVR_AVX2)
-    __m128i v[4];
+    __m256i a, b;
 #else
     const int8_t* p;
 #endif
@@ -182,8 +184,7 @@ KVR_INLINE Quads load_quads(const int8_t* p) {
 #if defined(KVR_AVX512)
     return {_mm512_loadu_si512(p)};
 #elif defined(KVR_AVX2)
-    const __m128i* q = (const __m128i*)p;
-    return {{_mm_loadu_si128(q), _mm_loadu_si128(q + 1), _mm_loadu_si128(q + 2), _mm_loadu_si128(q + 3)}};
+    return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)(p + 32))};
 #else
     return {p};
 #endif
@@ -200,13 +201,15 @@ KVR_INLINE I dot(I sums, const uint8_t* x, Quads w) {
     __m512i w_even = _mm512_srai_epi16(_mm512_slli_epi16(w.v, 8), 8), w_odd = _mm512_srai_epi16(w.v, 8);
     return {_mm512_add_epi32(sums.v, _mm512_add_epi32(_mm512_madd_epi16(x_even, w_even), _mm512_madd_epi16(x_odd, w_odd)))};
 #elif defined(KVR_AVX2)
-    // Pairs of 16-bit products never overflow 32 bits; the 8-bit instruction of AVX2 saturates.
-    __m256i xs = _mm256_cvtepu8_epi16(_mm_set1_epi32(four));
-    for (int i = 0; i < 4; ++i) sums.v[i] = _mm256_add_epi32(sums.v[i], _mm256_madd_epi16(xs, _mm256_cvtepi8_epi16(w.v[i])));
-    return sums;
+    // |w| (x sign(w)): two such products always fit 16 bits, while 255 x 127 twice would saturate.
+    const __m256i xs = _mm256_set1_epi32(four), ones = _mm256_set1_epi16(1);
+    const auto products = [&](__m256i ws) {
+        return _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_abs_epi8(ws), _mm256_sign_epi8(xs, ws)), ones);
+    };
+    return {_mm256_add_epi32(sums.a, products(w.a)), _mm256_add_epi32(sums.b, products(w.b))};
 #else
     for (int j = 0; j < kLanes; ++j)
-        for (int i = 0; i < kQuad; ++i) sums.v[j] += (int32_t)x[i] * w.p[j * kQuad + i];
+        for (int i = 0; i < kQuad; ++i) sums.v[j] += (int32_t)(int8_t)x[i] * w.p[j * kQuad + i];
     return sums;
 #endif
 }
@@ -337,7 +340,7 @@ struct Linear {
             out[(k / kQuad * kPanel + j) * kQuad + k % kQuad] = row[k];
             total += row[k];
         }
-        offsets[j] = -128 * total;
+        offsets[j] = -kOffset * total;
         ((float*)(offsets + kPanel))[j] = scale;
     }
 };
@@ -447,7 +450,7 @@ inline void run_panels(const Linear& linear, const Inputs& in, long rows, Finish
     }
 }
 
-// Rotates rows [begin, end) of `linear`'s inputs in place and quantizes them: bytes offset by 128, a scale for each row.
+// Rotates rows [begin, end) of `linear`'s inputs in place and quantizes them: bytes offset by kOffset, a scale for each row.
 inline void quantize(const Linear& linear, float* x, long stride, long begin, long end, uint8_t* bytes, float* scales) {
     const int depth = linear.depth, width = linear.quads_depth();
     for (long r = begin; r < end; ++r) {
@@ -463,16 +466,21 @@ inline void quantize(const Linear& linear, float* x, long stride, long begin, lo
         scales[r] = most / 127.0f;
         for (k = 0; k + kLanes <= depth; k += kLanes) {
 #if defined(KVR_AVX512)
-            __m512i q = _mm512_add_epi32(_mm512_cvtps_epi32((load(source + k) * splat(inverse)).v), _mm512_set1_epi32(128));
+            __m512i q = _mm512_add_epi32(_mm512_cvtps_epi32((load(source + k) * splat(inverse)).v), _mm512_set1_epi32(kOffset));
             _mm_storeu_si128((__m128i*)(out + k), _mm512_cvtepi32_epi8(q));
+#elif defined(KVR_AVX2)
+            const F scaled = load(source + k) * splat(inverse);
+            const __m256i mixed = _mm256_packs_epi32(_mm256_cvtps_epi32(scaled.a), _mm256_cvtps_epi32(scaled.b));  // 0-3 8-11 | 4-7 12-15
+            const __m256i q = _mm256_permute4x64_epi64(mixed, 0xd8);
+            _mm_storeu_si128((__m128i*)(out + k), _mm_packs_epi16(_mm256_castsi256_si128(q), _mm256_extracti128_si256(q, 1)));
 #else
             float rounded[kLanes];
             store(rounded, round_even(load(source + k) * splat(inverse)));
-            for (int i = 0; i < kLanes; ++i) out[k + i] = (uint8_t)(int)(rounded[i] + 128.0f);
+            for (int i = 0; i < kLanes; ++i) out[k + i] = (uint8_t)((int)rounded[i] + kOffset);
 #endif
         }
-        for (; k < depth; ++k) out[k] = (uint8_t)(int)(std::nearbyint(source[k] * inverse) + 128.0f);
-        for (; k < width; ++k) out[k] = 128;
+        for (; k < depth; ++k) out[k] = (uint8_t)((int)std::nearbyint(source[k] * inverse) + kOffset);
+        for (; k < width; ++k) out[k] = (uint8_t)kOffset;
     }
 }
 
