@@ -24,6 +24,8 @@ FORMAT = 1
 """Version of the file's lines."""
 BAR = 40
 """Characters of a full token budget."""
+WITHOUT_BUDGET = ("whole",)
+"""Policies that take a prompt in one step, however long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,33 +75,39 @@ class Summary:
 
     steps: int = 0
     tokens: int = 0
+    most_tokens: int = 0
+    """Of one step."""
     decoded: int = 0
     recomputed: int = 0
     preemptions: int = 0
     busy_s: float = 0.0
     recompute_s: float = 0.0
-    budget_use: float = 0.0
+    budget_use: list[float] = field(default_factory=list)
+    """Of each step that kept a budget, as a share of it."""
     budgets: Counter[str] = field(default_factory=Counter)
-    """What set the budget of steps with prompts."""
+    """What set that of steps with prompts."""
     durations_s: list[float] = field(default_factory=list)
     errors: list[float] = field(default_factory=list)
     """How far off each expected duration was, as a share of the measured one."""
 
-    def add(self, step: Step, budget: int) -> None:
+    def add(self, step: Step, budget: int | None) -> None:
+        """`budget`: the tokens that a step keeps to; None where it does not."""
         self.preemptions += len(step.preempted)
         if not step.chunks:
             return
         recomputed = sum(chunk.recomputed for chunk in step.chunks)
         self.steps += 1
         self.tokens += step.tokens
+        self.most_tokens = max(self.most_tokens, step.tokens)
         self.decoded += sum(1 for chunk in step.chunks if chunk.decode)
         self.recomputed += recomputed
         self.busy_s += step.seconds
         self.recompute_s += step.seconds * recomputed / step.tokens
-        self.budget_use += step.tokens / budget
         self.durations_s.append(step.seconds)
-        if not all(chunk.decode for chunk in step.chunks):
-            self.budgets[step.budget_why] += 1
+        if budget is not None:
+            self.budget_use.append(step.tokens / budget)
+            if not all(chunk.decode for chunk in step.chunks):
+                self.budgets[step.budget_why] += 1
         if step.expected_s is not None and step.seconds > 0:
             self.errors.append(abs(step.expected_s - step.seconds) / step.seconds)
 
@@ -111,11 +119,14 @@ class Summary:
             ("steps", f"{self.steps} in {milliseconds(self.busy_s)}"),
             ("step time", f"{milliseconds(percentile(self.durations_s, 0.5))} median, {milliseconds(max(self.durations_s))} longest"),
             ("tokens", f"{self.tokens - self.decoded} of prompts, {self.decoded} of answers"),
-            ("budget used", f"{100 * self.budget_use / self.steps:.0f} % on average"),
-            ("budget set by", ", ".join(f"{why} ({count})" for why, count in self.budgets.most_common()) or "nothing: no prompts"),
-            ("preemptions", f"{self.preemptions}"),
-            ("recomputed", f"{self.recomputed} tokens, about {milliseconds(self.recompute_s)} or {share:.1f} % of the time"),
+            ("tokens a step", f"{self.tokens / self.steps:.1f} on average, {self.most_tokens} at most"),
         ]
+        if self.budget_use:
+            set_by = ", ".join(f"{why} ({count})" for why, count in self.budgets.most_common())
+            rows.append(("budget used", f"{100 * sum(self.budget_use) / len(self.budget_use):.0f} % on average"))
+            rows.append(("budget set by", set_by or "nothing: no prompts"))
+        rows.append(("preemptions", f"{self.preemptions}"))
+        rows.append(("recomputed", f"{self.recomputed} tokens, about {milliseconds(self.recompute_s)} or {share:.1f} % of the time"))
         if self.errors:
             rows.append(("predictions", f"{100 * percentile(self.errors, 0.5):.0f} % off at the median"))
         return table(rows)
@@ -135,7 +146,7 @@ def draw(path: Path, last: int | None = None) -> Iterator[str]:
         elif isinstance(line, _Start):
             start = line
         elif start is not None:
-            summary.add(line, start.budget)
+            summary.add(line, start.budget if start.keeps_budget else None)
             if last is None:
                 yield from picture.lines(start, line)
             else:
@@ -152,6 +163,8 @@ class _Start:
     """A worker's start."""
 
     budget: int
+    keeps_budget: bool
+    """Whether no step may exceed it."""
     text: str
 
 
@@ -193,8 +206,11 @@ def _start(line: dict[str, Any]) -> _Start:
         raise ValueError(f"format {line['kvrelay_schedule']} instead of {FORMAT}")
     budget, seqs, pages, block = (_positive(line[name]) for name in ("max_num_batched_tokens", "max_num_seqs", "pages", "block_size"))
     objective = f", steps of {float(line['tbt_objective_ms']):g} ms at most" if line["tbt_objective_ms"] else ""
-    bounds = f"at most {budget} tokens and {seqs} sequences a step, {pages} pages of {block} tokens"
-    return _Start(budget, f"policy {line['policy']}, prompts by {line['prefill_order']}{objective}: {bounds}")
+    policy = str(line["policy"])
+    keeps_budget = policy not in WITHOUT_BUDGET
+    tokens = f"at most {budget} tokens" + ("" if keeps_budget else ", or a longer prompt,")
+    bounds = f"{tokens} and {seqs} sequences a step, {pages} pages of {block} tokens"
+    return _Start(budget, keeps_budget, f"policy {policy}, prompts by {line['prefill_order']}{objective}: {bounds}")
 
 
 def _positive(value: Any) -> int:

@@ -68,11 +68,24 @@ def test_the_summary_counts_the_whole_file(file: Path) -> None:
         assert "steps 4 in 100.0 ms" in text
         assert "step time 20.0 ms median, 40.0 ms longest" in text
         assert "tokens 50 of prompts, 2 of answers" in text
+        assert "tokens a step 13.0 on average, 20 at most" in text
         assert "budget used 32 % on average" in text
         assert "budget set by token budget (3)" in text
         assert "preemptions 1" in text
         assert "recomputed 10 tokens, about 20.0 ms or 20.0 % of the time" in text
         assert "predictions 50 % off at the median" in text
+
+
+def test_a_policy_without_a_budget_has_no_share_of_one(tmp_path: Path, file: Path) -> None:
+    whole = tmp_path / "whole.jsonl"
+    start = START | {"policy": "whole"}
+    whole.write_text("".join(json.dumps(line) + "\n" for line in (start, step(1, prefill("one", 0, 100)), step(2, decode("one", 100)))))
+    text = rows(whole)
+    assert text[0].startswith("policy whole, prompts by fcfs: at most 40 tokens, or a longer prompt, and 4 sequences a step")
+    assert "tokens a step 50.5 on average, 100 at most" in text
+    assert not [row for row in text if row.startswith("budget")]
+    file.write_text(whole.read_text() + file.read_text())
+    assert "budget used 32 % on average" in rows(file), "of the steps that keep one"
 
 
 def test_only_the_last_steps(file: Path) -> None:
