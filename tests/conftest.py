@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from blockbuster import blockbuster_ctx
 
 from tests.tiny_models import write_tiny_model
@@ -87,6 +88,12 @@ def _guarded(test: Callable[..., Any], *, blocking_is_error: bool) -> Callable[.
 def _accepts_calls(task: asyncio.Task[Any]) -> bool:
     """grpc.aio's server renews its accepting tasks with every call; a server that a fixture owns ends after the test."""
     return getattr(task.get_coro(), "__qualname__", "").startswith("AioServer.")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """With torch's operators exactness holds for one thread; so workers run, and so does every test, its fixtures included."""
+    torch.set_num_threads(1)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -21,15 +21,6 @@ from services.engine.kv_pool import KvPool
 from services.engine.model import load_model
 from tests.engine_runs import KERNELS, MODES, options
 from tests.tiny_models import write_tiny_model
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_torch_thread() -> Iterator[None]:
-    """What makes torch's rows exact, and what the runner thread does."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -52,8 +52,6 @@ def prompt_of(tokens: int, seed: int) -> list[int]:
 
 @lru_cache(maxsize=16)
 def _model(folder: Path, dtype: torch.dtype) -> Any:
-    # One thread: the suite under test has the other cores.
-    torch.set_num_threads(1)
     return load_model(folder, ModelOptions(dtype))
 
 

@@ -104,19 +104,15 @@ def greedy(folder: Path, prompts: Sequence[Sequence[int]], answers: Sequence[Seq
     """What transformers finds likeliest after each prompt and each token of its answer: one pass shows whether an answer is greedy."""
     import transformers
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        reference = model.eval()
-        found = []
-        for prompt, answer in zip(prompts, answers, strict=True):
-            with torch.inference_mode():
-                logits = reference(torch.tensor([[*prompt, *answer]]), logits_to_keep=len(answer) + 1).logits[0]
-            found.append(logits[:-1].argmax(-1).tolist())
-        return found
-    finally:
-        torch.set_num_threads(threads)
+    torch.set_num_threads(1)  # each thread has a number of its own
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    reference = model.eval()
+    found = []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        with torch.inference_mode():
+            logits = reference(torch.tensor([[*prompt, *answer]]), logits_to_keep=len(answer) + 1).logits[0]
+        found.append(logits[:-1].argmax(-1).tolist())
+    return found
 
 
 async def test_bf16_gives_the_same_bits_on_every_path_alone_and_eight_at_a_time_cold_and_warm(

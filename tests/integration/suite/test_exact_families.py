@@ -57,14 +57,10 @@ def ask_of(request: EngineRequest) -> Ask:
 
 def in_process(folder: Path, dtype: str, requests: list[EngineRequest]) -> list[list[int]]:
     """What one engine gives that computes each prompt alone and whole."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        worker = Worker(load_model(folder, ModelOptions(DTYPES[dtype])), folder, budget=4096)
-        # With salts of their own none finds another's blocks.
-        answers = worker.answers([replace(request, cache_salt=request.request_id) for request in requests], together=1)
-    finally:
-        torch.set_num_threads(before)
+    torch.set_num_threads(1)  # each thread has a number of its own
+    worker = Worker(load_model(folder, ModelOptions(DTYPES[dtype])), folder, budget=4096)
+    # With salts of their own none finds another's blocks.
+    answers = worker.answers([replace(request, cache_salt=request.request_id) for request in requests], together=1)
     return [[token.token_id for token in answer] for answer in answers]
 
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
-import torch
 
 from bench import engine as driver
 from bench import probe
@@ -37,13 +36,6 @@ MIXED = Cell("mixed", prompt=16, batch=2, context=20, steps=2)
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("bench"), "llama", seed=3)
-
-
-@pytest.fixture(autouse=True)
-def threads_are_put_back() -> object:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def setup(model: Path | str, kind: str = "float32") -> Setup:

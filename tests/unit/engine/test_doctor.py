@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-import torch
 
 from kvrelay.errors import ConfigError, UnavailableError
 from services.engine import doctor, exactness_check, start_check
@@ -22,14 +21,6 @@ from services.engine.start_check import check_exactness
 ROOT = Path(__file__).resolve().parents[3]
 TORCH = ModelOptions(kernels="torch")
 BROKEN = ["torch: 33 tokens together, whole: other logits", "torch: 270 tokens alone, in chunks of 64: other KV"]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def _broken(model: LlamaModel, *, lengths: Sequence[int] = (), seed: int = 0) -> list[str]:
