@@ -107,6 +107,7 @@ class Worker:
                 self.counts.hits += 1
                 self.counts.cached_tokens += event.cached_tokens
             self.events[name].append(event)
+        self.counts.preemptions = self.core.preemptions
         self.counts.evicted_blocks += len(self.core.take_block_changes().removed)
 
     def ended(self, request_id: str) -> bool:
@@ -121,7 +122,6 @@ class Worker:
 
     def release(self, request_id: str) -> None:
         del self.events[request_id]
-        self.counts.preemptions += self.core._live[request_id].preemptions
         self.core.release(request_id)
 
     def check_empty(self) -> None:

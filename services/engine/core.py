@@ -105,6 +105,8 @@ class EngineCore:
         self._schedule_log = schedule_log
         self._limits = limits
         self._eos_ids = frozenset(eos_ids)
+        self.preemptions = 0
+        """How often a request has lost its pages to an older one, so far."""
         self._live: dict[str, SequenceState] = {}
         self._pending: list[tuple[str, EngineEvent]] = []
 
@@ -174,6 +176,7 @@ class EngineCore:
                 sequence.admitted_ns = clock()
                 events.append((sequence.request_id, Admitted(tuple(sequence.table.pages), sequence.cached_tokens)))
         plan = self._scheduler.plan()
+        self.preemptions += len(plan.preempted)
         if self._schedule_log is not None and (plan.chunks or plan.preempted or admitted or self._scheduler.running):
             expected_s = self._cost.predict_s(plan.shape) if self._cost is not None else None
             line = self._schedule_log.describe(self._scheduler, plan, admitted, expected_s)

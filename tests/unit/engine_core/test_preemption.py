@@ -60,6 +60,7 @@ def test_the_newest_loses_its_pages_and_nobody_can_tell() -> None:
     load = bench.core.load()
     assert (load.running, load.waiting, load.prefill_backlog_tokens) == (1, 1, len(bench.core._live["new"].token_ids))
     let_finish(bench)
+    assert bench.core.preemptions == sum(len(plan.preempted) for plan in bench.plans) >= 1
     for one in (old, new):
         assert tokens(bench, one.request_id) == expected_answer(one)
         assert [event.token.index for event in bench.of(one.request_id, TokenDrawn)] == [*range(17)]
