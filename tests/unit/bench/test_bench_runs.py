@@ -29,6 +29,11 @@ CELLS = [
     Cell("decode", batch=1, context=20, steps=3),
     Cell("decode", batch=3, context=20, steps=3),
 ]
+pytestmark = [
+    # By calls that the compared engines still make.
+    pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor, torch.quantize_per_channel:UserWarning"),
+]
 QUESTION = (5, 17, 200, 33, 8)
 MIXED = Cell("mixed", prompt=16, batch=2, context=20, steps=2)
 
