@@ -83,11 +83,11 @@ class Child:
 
     def terminate(self) -> None:
         """Asks it to drain. Nothing happens if it is gone."""
-        self._signal(signal.SIGTERM)
+        terminate(self._process)
 
     def kill(self) -> None:
         """Ends it at once, with everything in its session."""
-        self._signal(signal.SIGKILL)
+        kill(self._process)
 
     def tail(self, lines: int = TAIL_LINES) -> str:
         """The end of what it has logged in this life."""
@@ -96,14 +96,34 @@ class Child:
             return b"".join(deque(log, lines)).decode(errors="replace")
         return ""
 
-    def _signal(self, number: signal.Signals) -> None:
-        if self._process.returncode is not None:
-            return
+
+def terminate(process: asyncio.subprocess.Process) -> None:
+    """SIGTERM, unless it is gone.
+
+    Not `process.terminate()`: that first looks whether the process still lives, and so takes the exit code of one that has just ended
+    away from the event loop, which then knows of an "Unknown child process" only.
+    """
+    if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
-            if number is signal.SIGKILL:
-                os.killpg(self._process.pid, number)
-            else:
-                self._process.send_signal(number)
+            os.kill(process.pid, signal.SIGTERM)
+
+
+def kill(process: asyncio.subprocess.Process) -> None:
+    """SIGKILL to a process with a session of its own and to everything in that, unless it is gone."""
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+async def end(process: asyncio.subprocess.Process, grace_s: float) -> None:
+    """Lets a process with a session of its own put things away, or kills it after `grace_s`; returns once it has ended."""
+    terminate(process)
+    try:
+        async with asyncio.timeout(grace_s):
+            await process.wait()
+    except TimeoutError:
+        kill(process)
+        await process.wait()
 
 
 def parse_ready(line: bytes) -> Ready | None:

@@ -6,12 +6,14 @@ import asyncio
 import os
 import signal
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
+from services.launcher.child import Child
 from services.launcher.errors import StartError
 from services.launcher.plan import ProcessSpec
 from services.launcher.supervisor import RestartPolicy, Supervisor, check_listening, supervising
@@ -171,6 +173,26 @@ async def test_one_process_can_be_stopped_and_started_again(bench: Bench) -> Non
         await supervisor.start([supervisor.spec("kvstore-0")])
         assert supervisor.ready("kvstore-0").address == address
     assert bench.reports == []
+
+
+async def test_ending_a_process_that_has_just_ended_leaves_its_exit_code_to_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    collect, may_collect = os.waitpid, threading.Event()
+
+    def collected_late(pid: int, options: int) -> tuple[int, int]:
+        may_collect.wait(20)
+        return collect(pid, options)
+
+    monkeypatch.setattr(os, "waitpid", collected_late)  # asyncio's look at its children
+    child = await Child.spawn("short", [sys.executable, "-S", "-E", "-c", "raise SystemExit(3)"], os.environ, tmp_path / "short.log")
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # noqa: ASYNC222 - the loop must not see it first
+    assert child.returncode is None
+    child.terminate()
+    child.kill()
+    may_collect.set()
+    assert await child.wait() == 3
+    assert not caplog.records
 
 
 async def test_a_taken_port_is_said_before_anything_starts() -> None:
