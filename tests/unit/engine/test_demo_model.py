@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -58,6 +60,49 @@ def test_a_conversion_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch,
     with pytest.raises(ModelLoadError, match="broken"):
         ensure_demo_model(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_conversion_that_is_interrupted_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    code = """
+import sys, time
+from pathlib import Path
+from services.engine import demo_model
+def convert(source, folder, dtype):
+    (folder / "config.json").write_text("{}")
+    print("converting", flush=True)
+    time.sleep(60)
+demo_model.find_gguf, demo_model._convert = (lambda: Path("weights.gguf")), convert
+demo_model.ensure_demo_model(Path(sys.argv[1]))
+"""
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"converting\n"
+        assert len(list(tmp_path.iterdir())) == 1
+        process.send_signal(number)
+        assert process.wait(60) == (-signal.SIGINT if number == signal.SIGINT else 128 + signal.SIGTERM)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_conversion_left_is_removed_by_the_next_unless_it_is_young_or_in_use(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    left, young, used, other = (tmp_path / name for name in (".smollm2-left", ".smollm2-young", ".smollm2-used", ".other"))
+    for folder in (left, young, used, other):
+        folder.mkdir()
+        (folder / "model.safetensors").write_text("half")
+        if folder is not young:
+            os.utime(folder, (0, 0))
+    handle = os.open(used, os.O_RDONLY)
+    monkeypatch.setattr(demo_model, "find_gguf", lambda: Path("weights.gguf"))
+    monkeypatch.setattr(demo_model, "_convert", lambda source, folder, dtype: None)
+    try:
+        assert demo_model._claim(handle)
+        made = ensure_demo_model(tmp_path)
+        assert set(tmp_path.iterdir()) == {made, young, used, other}
+    finally:
+        os.close(handle)
+    ensure_demo_model(tmp_path, "float32")
+    assert not used.exists() and young.exists()
 
 
 def test_the_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
