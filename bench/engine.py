@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from bench import machine, probe
@@ -21,6 +22,7 @@ from bench.process import SubjectFailed, SubjectProcess
 from bench.report import Group, Results, as_json, markdown
 from bench.sitting import alone, in_turn, measured
 from bench.subject import NotMeasured, Setup
+from kvrelay.errors import KvRelayError
 from services.engine.demo_model import DEMO_NAMES, default_cache_dir, ensure_demo_model, resolve_model
 from services.engine.model_config import ModelConfig
 
@@ -122,17 +124,23 @@ def _measure(options: argparse.Namespace, results: Results, group: Group, cpus: 
         for peer in peers:
             say(f"  against {peer.name}")
             python = str(options.peers_dir / peer.python) if peer.python else sys.executable
+            note = partial(_note, results, f"{peer.name}, {group.kind}, {group.threads} thread(s)")
             try:
                 source = _source(options, peer.models[group.kind])
                 theirs = start(peer.name, python, peer.module, setup(source, str(options.peers_dir / peer.binaries)))
                 _check_answer(theirs, answer)
                 ours = engine if peer.whole else model
-                group.peers[peer.name] = measured(ours, theirs, results.cells, options.rounds, say)
+                group.peers[peer.name] = measured(ours, theirs, results.cells, options.rounds, say, note)
                 theirs.close()
-            except SubjectFailed as failure:
-                results.skipped.append(f"{peer.name}, {group.kind}, {group.threads} thread(s): {failure}")
-                say(f"    failed: {failure}")
+            except (SubjectFailed, KvRelayError, OSError) as failure:
+                note(f"failed: {failure}")
         group.whole_peers = frozenset(peer.name for peer in peers if peer.whole)
+
+
+def _note(results: Results, what: str, text: str) -> None:
+    """Into the report, and to whoever waits for it."""
+    results.skipped.append(f"{what}: {text}")
+    say(f"    {text}")
 
 
 def _check_answer(theirs: SubjectProcess, ours: list[int] | None) -> None:

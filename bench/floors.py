@@ -10,8 +10,8 @@ from services.engine.model_config import ModelConfig
 
 BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 """Of a weight, by class of arithmetic."""
-OPERANDS = {"float32": ("float32",), "bfloat16": ("float32", "bfloat16"), "int8": ("int8",)}
-"""Types a class may multiply in: 16-bit weights can be widened, which on many CPUs is faster."""
+OPERANDS = {"float32": ("float32",), "bfloat16": ("float32", "bfloat16"), "int8": ("float32", "bfloat16", "int8")}
+"""Types a class may multiply in: its weights can be widened to any that holds them, which on many CPUs is faster."""
 KV_BYTES = 2
 
 

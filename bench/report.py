@@ -101,8 +101,8 @@ def _ours(results: Results, group: Group) -> str:
             engine = [_spread(pairing.theirs.rates), f"{pairing.theirs.call_ms - pairing.ours.call_ms:+.2f}"]
         noise = "~" if series.disturbance > NOISY or (pairing is not None and pairing.noisy) else ""
         ours = [_spread(series.rates), f"{series.call_ms:.1f}", f"{series.rate / floor:.2f}"]
-        rows.append([cell.name, f"{floor:.0f}", *ours, *engine, noise])
-    return table(["cell", "floor tok/s", "model tok/s", "ms a step", "of floor", "engine tok/s", "engine's own ms", "noise"], rows)
+        rows.append([cell.name, f"{floor:.0f}", *ours, *engine, str(len(series.runs)), noise])
+    return table(["cell", "floor tok/s", "model tok/s", "ms a step", "of floor", "engine tok/s", "engine's own ms", "runs", "noise"], rows)
 
 
 def _peers(results: Results, group: Group) -> str:
@@ -115,8 +115,8 @@ def _peers(results: Results, group: Group) -> str:
                 shown = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
                 label = f"{name} (whole)" if name in group.whole_peers else name
                 noise = "~" if pairing.noisy else ""
-                rows.append([cell.name, label, _spread(pairing.theirs.rates), _spread(pairing.ours.rates), shown, noise])
-    return table(["cell", "peer", "peer tok/s", "kvrelay tok/s", "ratio", "noise"], rows)
+                rows.append([cell.name, label, _spread(pairing.theirs.rates), _spread(pairing.ours.rates), shown, str(len(ratios)), noise])
+    return table(["cell", "peer", "peer tok/s", "kvrelay tok/s", "ratio", "runs", "noise"], rows)
 
 
 def _spread(values: Sequence[float]) -> str:

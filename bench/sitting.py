@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from bench.cells import Cell
-from bench.process import Run, SubjectProcess
+from bench.process import Run, SubjectFailed, SubjectProcess
 from bench.subject import NotMeasured
 
 NOISY = 0.05
 """Share of the cores' time that others took, from which on a cell is marked."""
+CELL_S = 120.0
+"""After so long no further round of a cell begins, and a run of this length needs no other one before it to count."""
+MAX_FAILED_CELLS = 2
+"""So many, and the peer's other cells are left out: each may cost the whole patience with a process."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,28 +65,60 @@ class Pairing:
         return max(self.ours.disturbance, self.theirs.disturbance) > NOISY
 
 
-def alone(subject: SubjectProcess, cell: Cell, rounds: int) -> Series:
-    """One engine at one cell, `rounds` times after a run that is not counted. `NotMeasured` if it has no such cell."""
+def alone(subject: SubjectProcess, cell: Cell, rounds: int, limit_s: float = CELL_S) -> Series:
+    """One engine at one cell, up to `rounds` times after a run that is not counted. `NotMeasured` if it has no such cell."""
+    end = time.monotonic() + limit_s
     subject.run(cell)
-    return Series(cell, [subject.run(cell) for _ in range(rounds)])
+    return Series(cell, _repeated(lambda: subject.run(cell), rounds, end))
 
 
-def in_turn(ours: SubjectProcess, theirs: SubjectProcess, cell: Cell, rounds: int) -> Pairing:
-    """Both at one cell, A B A B ..., after a run each that is not counted. `NotMeasured` if one has no such cell."""
-    theirs.run(cell)
+def in_turn(ours: SubjectProcess, theirs: SubjectProcess, cell: Cell, rounds: int, limit_s: float = CELL_S) -> Pairing:
+    """Both at one cell, A B A B ..., up to `rounds` times after a run each that is not counted.
+
+    A first run of theirs that takes `limit_s` by itself is counted, and is the only one. `NotMeasured` if one has no such cell.
+    """
+    end = time.monotonic() + limit_s
+    first = theirs.run(cell)
     ours.run(cell)
-    pairs = [(ours.run(cell), theirs.run(cell)) for _ in range(rounds)]
+
+    def pair() -> tuple[Run, Run]:
+        return ours.run(cell), theirs.run(cell)
+
+    pairs = [(ours.run(cell), first)] if first.seconds >= limit_s else _repeated(pair, rounds, end)
     return Pairing(Series(cell, [a for a, _ in pairs]), Series(cell, [b for _, b in pairs]))
 
 
+def _repeated(once: Callable[[], T], rounds: int, end: float) -> list[T]:
+    """At least one time, and no further time from `end` on (of the monotonic clock)."""
+    found = [once()]
+    while len(found) < rounds and time.monotonic() < end:
+        found.append(once())
+    return found
+
+
 def measured(
-    ours: SubjectProcess, theirs: SubjectProcess, cells: Sequence[Cell], rounds: int, say: Callable[[str], None]
+    ours: SubjectProcess,
+    theirs: SubjectProcess,
+    cells: Sequence[Cell],
+    rounds: int,
+    say: Callable[[str], None],
+    note: Callable[[str], None],
 ) -> dict[str, Pairing]:
-    """Name of cell to pairing, for those that both engines have."""
-    found = {}
+    """Name of cell to pairing, for those that both engines have.
+
+    What they have not is said; a cell that fails is noted for the report, and the next one is tried.
+    """
+    found: dict[str, Pairing] = {}
+    failed = 0
     for cell in cells:
+        if failed == MAX_FAILED_CELLS:
+            note(f"{cell.name}: not tried after {failed} failed cells")
+            continue
         try:
             found[cell.name] = in_turn(ours, theirs, cell, rounds)
         except NotMeasured as reason:
             say(f"    {cell.name}: {reason}")
+        except SubjectFailed as failure:
+            failed += 1
+            note(f"{cell.name}: failed: {failure}")
     return found

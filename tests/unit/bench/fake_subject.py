@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 from collections.abc import Mapping, Sequence
 
 from bench.cells import Cell
@@ -14,6 +16,7 @@ class FakeSubject:
         if setup.model == "unloadable":
             raise ValueError("no such model")
         self._model = setup.model
+        self._folder = setup.binaries
 
     def versions(self) -> Mapping[str, str]:
         print("chatter that is no answer")
@@ -23,11 +26,20 @@ class FakeSubject:
         print("more chatter")
         if cell.phase == "mixed":
             raise NotMeasured("it has none")
+        if cell.phase == "prefill":
+            self._misbehave()
+        return cell.tokens / 100
+
+    def _misbehave(self) -> None:
         if self._model == "dies":
             os._exit(3)
+        if self._model == "too modern":
+            os.kill(os.getpid(), signal.SIGILL)
         if self._model == "fails":
-            raise RuntimeError("out of pages")
-        return cell.tokens / 100
+            raise RuntimeError("out of pages\nfor so many tokens")
+        if self._model == "hangs":
+            with open(os.path.join(self._folder, "pipe"), "w") as pipe:
+                subprocess.run(["sh", "-c", "echo started; exec sleep 600"], stdout=pipe, check=True)
 
     def greedy(self, token_ids: Sequence[int], count: int) -> list[int]:
         return [token_ids[-1]] * count

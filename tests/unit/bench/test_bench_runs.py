@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
 from bench import engine as driver
-from bench import probe
+from bench import probe, process
 from bench.cells import Cell
+from bench.floors import OPERANDS
 from bench.machine import Disturbance
 from bench.ours import ModelPath
 from bench.ours_engine import WholeEngine
@@ -19,7 +20,7 @@ from bench.peers.fbgemm import FbgemmLlama
 from bench.peers.huggingface import Transformers
 from bench.probe import Peaks
 from bench.process import Run, SubjectFailed, SubjectProcess
-from bench.sitting import measured
+from bench.sitting import MAX_FAILED_CELLS, alone, in_turn, measured
 from bench.subject import NotMeasured, Setup, Subject, random_prompt
 from tests.tiny_models import write_tiny_model
 
@@ -43,12 +44,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("bench"), "llama", seed=3)
 
 
-def setup(model: Path | str, kind: str = "float32") -> Setup:
-    return Setup(str(model), kind, threads=1, room=1024, binaries="-", kernels="torch")
+def setup(model: Path | str, kind: str = "float32", binaries: Path | str = "-") -> Setup:
+    return Setup(str(model), kind, threads=1, room=1024, binaries=str(binaries), kernels="torch")
 
 
-def fake(model: str) -> SubjectProcess:
-    return SubjectProcess(sys.executable, FAKE, setup(model), [min(os.sched_getaffinity(0))])
+def fake(model: str, folder: Path | str = "-") -> SubjectProcess:
+    return SubjectProcess(sys.executable, FAKE, setup(model, binaries=folder), [min(os.sched_getaffinity(0))])
 
 
 def test_subject_is_pinned_and_its_chatter_is_no_answer() -> None:
@@ -61,16 +62,79 @@ def test_subject_is_pinned_and_its_chatter_is_no_answer() -> None:
 def test_cell_that_one_side_lacks_is_left_out() -> None:
     said: list[str] = []
     with fake("well") as ours, fake("well") as theirs:
-        found = measured(ours, theirs, [MIXED, CELLS[1]], 2, said.append)
+        found = measured(ours, theirs, [MIXED, CELLS[1]], 2, said.append, pytest.fail)
     assert found.keys() == {"decode B=1"}
     assert found["decode B=1"].ratios == [1.0, 1.0]
     assert "it has none" in said[0]
 
 
-@pytest.mark.parametrize(("model", "reason"), [("dies", "ended with 3"), ("fails", "out of pages")])
-def test_subject_that_breaks_says_why(model: str, reason: str) -> None:
-    with fake(model) as subject, pytest.raises(SubjectFailed, match=reason):
-        subject.run(CELLS[0])
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        ("dies", "ended with 3: more chatter"),
+        ("fails", "RuntimeError: out of pages for so many tokens"),
+        ("too modern", "ended by SIGILL, an instruction that this CPU does not have: more chatter"),
+    ],
+)
+def test_cell_that_breaks_a_peer_is_noted_and_the_others_are_measured(model: str, reason: str) -> None:
+    notes: list[str] = []
+    with fake("well") as ours, fake(model) as theirs:
+        found = measured(ours, theirs, CELLS, 1, pytest.fail, notes.append)
+    assert notes == [f"prefill 24: failed: fake_subject: {reason}"]
+    assert found.keys() == {"decode B=1", "decode B=3"}
+
+
+def test_peer_that_keeps_breaking_is_given_up_but_what_it_did_before_stays() -> None:
+    notes: list[str] = []
+    with fake("well") as ours, fake("dies") as theirs:
+        found = measured(ours, theirs, [CELLS[1], *[CELLS[0]] * (MAX_FAILED_CELLS + 1)], 1, pytest.fail, notes.append)
+    assert found.keys() == {"decode B=1"}
+    assert ["ended with 3" in note for note in notes] == [True] * MAX_FAILED_CELLS + [False]
+    assert "not tried" in notes[-1]
+
+
+def test_subject_that_hangs_is_killed_with_all_that_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    with fake("hangs", tmp_path) as subject, open(reader, "rb") as pipe:
+        monkeypatch.setattr(process, "PATIENCE_S", 2.0)
+        with pytest.raises(SubjectFailed, match="no answer within 2 s"):
+            subject.run(CELLS[0])
+        os.set_blocking(reader, True)
+        # Ends when nobody is left who could write.
+        assert pipe.read() == b"started\n"
+        monkeypatch.undo()
+        assert subject.run(CELLS[1]).seconds == 0.03
+
+
+def test_a_slow_cell_has_fewer_runs() -> None:
+    decode = CELLS[1]
+    with fake("well") as ours, fake("well") as theirs:
+        assert len(alone(ours, decode, 3).runs) == 3
+        assert len(alone(ours, decode, 3, limit_s=0.0).runs) == 1
+        assert len(in_turn(ours, theirs, decode, 3).ratios) == 3
+        assert len(in_turn(ours, theirs, decode, 3, limit_s=theirs.run(decode).seconds).ratios) == 1
+
+
+def test_a_product_is_measured_on_the_largest_matrices_that_do_not_take_long() -> None:
+    sides: list[int] = []
+
+    def product(side: int) -> Callable[[], object]:
+        sides.append(side)
+        return lambda: None
+
+    assert probe.peak(product, 500, patience_s=float("inf")) > 0
+    assert sides == [128, 256, 500]
+    sides.clear()
+    probe.peak(product, 500, patience_s=0.0)
+    assert sides == [128, 128]
+
+
+def test_the_probe_measures_every_type_there_is_a_floor_for() -> None:
+    peaks = probe.measure(1, [min(os.sched_getaffinity(0))], [50_000], side=64)
+    assert peaks.read_rate(1) > 0
+    assert {operand for operands in OPERANDS.values() for operand in operands} == peaks.operations_per_s.keys()
+    assert all(rate > 0 for rate in peaks.operations_per_s.values())
 
 
 def test_subject_that_does_not_load_says_why() -> None:
@@ -152,6 +216,6 @@ def test_driver_pairs_each_peer_with_its_like_and_goes_on_after_a_failure(
     assert group.peers["fbgemm"]["decode B=1"].ratios == [3.0, 3.0]
     assert group.model.keys() == {"decode B=1", "mixed 256+8"}
     skipped = "\n".join(results.skipped)
-    assert "llama.cpp, int8, 1 thread(s): cannot load" in skipped
+    assert "llama.cpp, int8, 1 thread(s): failed: cannot load" in skipped
     assert "vllm" in skipped and "bench/README.md" in skipped
     assert "64 threads: only" in skipped
