@@ -62,7 +62,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace) -> Results:
-    """The whole sitting. `ModelLoadError` if the model cannot be had."""
+    """The whole sitting, or what there is of it at the first Ctrl-C. `ModelLoadError` if the model cannot be had."""
     config = ModelConfig.from_folder(_folder(options.model, "bfloat16"))
     cells = standard_cells(options.prompts, options.batches, context=options.context, chunk=options.chunk, steps=options.steps)
     about = machine.describe()
@@ -78,6 +78,14 @@ def run(options: argparse.Namespace) -> Results:
         if missing := peer.missing(options.peers_dir):
             results.skipped.append(f"{peer.name}: {missing} is not there; bench/README.md says how to install it")
             peers.remove(peer)
+    try:
+        _measure_all(options, results, peers)
+    except KeyboardInterrupt:
+        results.skipped.append("the rest: stopped by hand")
+    return results
+
+
+def _measure_all(options: argparse.Namespace, results: Results, peers: Sequence[Peer]) -> None:
     for threads in options.threads:
         if threads > len(options.cpus):
             results.skipped.append(f"{threads} threads: only {len(options.cpus)} cores to pin to")
@@ -89,13 +97,12 @@ def run(options: argparse.Namespace) -> Results:
         for kind in options.kinds:
             say(f"{kind}, {threads} thread(s)")
             group = Group(kind, threads, peaks)
+            results.groups.append(group)
             try:
                 _measure(options, results, group, cpus, [peer for peer in peers if kind in peer.models])
             except SubjectFailed as failure:
                 results.skipped.append(f"{kind} with {threads} thread(s): {failure}")
                 say(f"  failed: {failure}")
-            results.groups.append(group)
-    return results
 
 
 def _measure(options: argparse.Namespace, results: Results, group: Group, cpus: Sequence[int], peers: Sequence[Peer]) -> None:
@@ -109,6 +116,7 @@ def _measure(options: argparse.Namespace, results: Results, group: Group, cpus: 
         results.versions[f"{name} {group.kind}"] = subject.versions
         return subject
 
+    group.whole_peers = frozenset(peer.name for peer in peers if peer.whole)
     with ExitStack() as stack:
         folder = _folder(options.model, "float32" if group.kind == "float32" else "bfloat16")
         model = start("kvrelay model", sys.executable, "bench.ours", setup(folder))
@@ -130,11 +138,12 @@ def _measure(options: argparse.Namespace, results: Results, group: Group, cpus: 
                 theirs = start(peer.name, python, peer.module, setup(source, str(options.peers_dir / peer.binaries)))
                 _check_answer(theirs, answer)
                 ours = engine if peer.whole else model
-                group.peers[peer.name] = measured(ours, theirs, results.cells, options.rounds, say, note)
+                found = group.peers.setdefault(peer.name, {})
+                for pairing in measured(ours, theirs, results.cells, options.rounds, say, note):
+                    found[pairing.cell.name] = pairing
                 theirs.close()
             except (SubjectFailed, KvRelayError, OSError) as failure:
                 note(f"failed: {failure}")
-        group.whole_peers = frozenset(peer.name for peer in peers if peer.whole)
 
 
 def _note(results: Results, what: str, text: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -56,6 +56,10 @@ class Pairing:
     theirs: Series
 
     @property
+    def cell(self) -> Cell:
+        return self.ours.cell
+
+    @property
     def ratios(self) -> list[float]:
         """Our rate over theirs, pair by pair: over 1 we are faster."""
         return [a / b for a, b in zip(self.ours.rates, self.theirs.rates, strict=True)]
@@ -103,22 +107,21 @@ def measured(
     rounds: int,
     say: Callable[[str], None],
     note: Callable[[str], None],
-) -> dict[str, Pairing]:
-    """Name of cell to pairing, for those that both engines have.
+) -> Iterator[Pairing]:
+    """A pairing for each cell that both engines have, one after the other.
 
     What they have not is said; a cell that fails is noted for the report, and the next one is tried.
     """
-    found: dict[str, Pairing] = {}
     failed = 0
     for cell in cells:
         if failed == MAX_FAILED_CELLS:
             note(f"{cell.name}: not tried after {failed} failed cells")
             continue
         try:
-            found[cell.name] = in_turn(ours, theirs, cell, rounds)
+            say(f"    {cell.name}")
+            yield in_turn(ours, theirs, cell, rounds)
         except NotMeasured as reason:
-            say(f"    {cell.name}: {reason}")
+            say(f"      none: {reason}")
         except SubjectFailed as failure:
             failed += 1
             note(f"{cell.name}: failed: {failure}")
-    return found

@@ -62,10 +62,10 @@ def test_subject_is_pinned_and_its_chatter_is_no_answer() -> None:
 def test_cell_that_one_side_lacks_is_left_out() -> None:
     said: list[str] = []
     with fake("well") as ours, fake("well") as theirs:
-        found = measured(ours, theirs, [MIXED, CELLS[1]], 2, said.append, pytest.fail)
-    assert found.keys() == {"decode B=1"}
-    assert found["decode B=1"].ratios == [1.0, 1.0]
-    assert "it has none" in said[0]
+        (found,) = measured(ours, theirs, [MIXED, CELLS[1]], 2, said.append, pytest.fail)
+    assert found.cell == CELLS[1]
+    assert found.ratios == [1.0, 1.0]
+    assert "it has none" in said[1]
 
 
 @pytest.mark.parametrize(
@@ -79,16 +79,17 @@ def test_cell_that_one_side_lacks_is_left_out() -> None:
 def test_cell_that_breaks_a_peer_is_noted_and_the_others_are_measured(model: str, reason: str) -> None:
     notes: list[str] = []
     with fake("well") as ours, fake(model) as theirs:
-        found = measured(ours, theirs, CELLS, 1, pytest.fail, notes.append)
+        found = [pairing.cell for pairing in measured(ours, theirs, CELLS, 1, lambda text: None, notes.append)]
     assert notes == [f"prefill 24: failed: fake_subject: {reason}"]
-    assert found.keys() == {"decode B=1", "decode B=3"}
+    assert found == CELLS[1:]
 
 
 def test_peer_that_keeps_breaking_is_given_up_but_what_it_did_before_stays() -> None:
     notes: list[str] = []
+    cells = [CELLS[1], *[CELLS[0]] * (MAX_FAILED_CELLS + 1)]
     with fake("well") as ours, fake("dies") as theirs:
-        found = measured(ours, theirs, [CELLS[1], *[CELLS[0]] * (MAX_FAILED_CELLS + 1)], 1, pytest.fail, notes.append)
-    assert found.keys() == {"decode B=1"}
+        found = [pairing.cell for pairing in measured(ours, theirs, cells, 1, lambda text: None, notes.append)]
+    assert found == [CELLS[1]]
     assert ["ended with 3" in note for note in notes] == [True] * MAX_FAILED_CELLS + [False]
     assert "not tried" in notes[-1]
 
@@ -176,10 +177,13 @@ class Instant:
     """Stands for a `SubjectProcess`: takes a time that its module says, and notes who was asked."""
 
     seconds: Mapping[str, float] = {"bench.ours": 1.0, "bench.ours_engine": 2.0, "bench.peers.openvino": 4.0, "bench.peers.fbgemm": 3.0}
+    interrupted = ""
+    """Module during whose second cell somebody presses Ctrl-C."""
 
     def __init__(self, python: str, module: str, setup: Setup, cpus: Sequence[int]) -> None:
         if module == "bench.peers.llama_cpp":
             raise SubjectFailed("cannot load")
+        self._module = module
         self._seconds = self.seconds[module]
         self.versions = {"module": module}
 
@@ -192,15 +196,17 @@ class Instant:
     def close(self) -> None: ...
 
     def run(self, cell: Cell) -> Run:
+        if self._module == self.interrupted and cell.batch != 1:
+            raise KeyboardInterrupt
         return Run(self._seconds, Disturbance(0.0, 0.0))
 
     def greedy(self, token_ids: Sequence[int], count: int) -> list[int]:
         return [1] * count
 
 
-def test_driver_pairs_each_peer_with_its_like_and_goes_on_after_a_failure(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def peers(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Arguments for a run of int8 with `Instant` engines, of which vLLM is not installed."""
     for installed in ("openvino/bin/python", "llama.cpp/bin/llama-bench"):
         (tmp_path / installed).parent.mkdir(parents=True)
         (tmp_path / installed).touch()
@@ -209,8 +215,12 @@ def test_driver_pairs_each_peer_with_its_like_and_goes_on_after_a_failure(
     monkeypatch.setattr(driver, "ensure_gguf", lambda name: tmp_path / name)
     peaks = Peaks({1000: 1e9}, {"float32": 1e9, "bfloat16": 1e9, "int8": 1e9})
     monkeypatch.setattr(probe, "measure", lambda *arguments: peaks)
-    peers = ["--peers", "llama.cpp", "openvino", "fbgemm", "vllm", "--peers-dir", str(tmp_path)]
-    results = driver.run(driver.parse([*peers, "--kinds", "int8", "--threads", "1", "64", "--prompts", "--batches", "1", "--rounds", "2"]))
+    chosen = ["--peers", "llama.cpp", "openvino", "fbgemm", "vllm", "--peers-dir", str(tmp_path)]
+    return [*chosen, "--kinds", "int8", "--prompts", "--rounds", "2"]
+
+
+def test_driver_pairs_each_peer_with_its_like_and_goes_on_after_a_failure(peers: list[str]) -> None:
+    results = driver.run(driver.parse([*peers, "--threads", "1", "64", "--batches", "1"]))
     (group,) = results.groups
     assert group.peers["openvino"]["decode B=1"].ratios == [2.0, 2.0]
     assert group.peers["fbgemm"]["decode B=1"].ratios == [3.0, 3.0]
@@ -219,3 +229,14 @@ def test_driver_pairs_each_peer_with_its_like_and_goes_on_after_a_failure(
     assert "llama.cpp, int8, 1 thread(s): failed: cannot load" in skipped
     assert "vllm" in skipped and "bench/README.md" in skipped
     assert "64 threads: only" in skipped
+
+
+def test_ctrl_c_leaves_what_was_measured(peers: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Instant, "interrupted", "bench.peers.fbgemm")
+    results = driver.run(driver.parse([*peers, "--threads", "1", "--batches", "1", "4", "--chunk", "0"]))
+    (group,) = results.groups
+    assert {name: list(cells) for name, cells in group.peers.items()} == {
+        "openvino": ["decode B=1", "decode B=4"],
+        "fbgemm": ["decode B=1"],
+    }
+    assert results.skipped[-1] == "the rest: stopped by hand"
