@@ -143,21 +143,23 @@ def test_torch_is_imported_by_the_engine_alone() -> None:
 
 
 def test_rooms_without_torch_reach_no_part_of_the_engine_that_has_it() -> None:
-    """`services.engine.api` is values only; the launcher starts the rest of the engine in a process of its own."""
+    """`api` is values only, `early_check` what the launcher asks before it starts the rest of the engine in processes of its own."""
+    free = {"relay": ("services.engine.api",), "launcher": ("services.engine.api", "services.engine.early_check")}
 
     def rule(source: Source) -> Iterator[str]:
-        if source.room not in ("relay", "launcher"):
+        if source.room not in free:
             return
         for line, module, _ in source.imports():
-            beyond_api = is_under(module, "services.engine") and module != "services.engine" and not is_under(module, "services.engine.api")
-            if beyond_api and source.path != "services/launcher/prepare_model.py":
+            beyond = is_under(module, "services.engine") and module != "services.engine" and not is_under(module, *free[source.room])
+            if beyond and source.path != "services/launcher/prepare_model.py":
                 yield f"{source.path}:{line}: {module}"
 
     assert not violations(rule)
 
 
-def test_the_engine_facade_for_others_is_free_of_torch() -> None:
-    assert not loaded_by("services.engine.api") & {"torch", "numpy"}
+@pytest.mark.parametrize("module", ["api", "early_check"])
+def test_what_the_engine_has_for_others_is_free_of_torch(module: str) -> None:
+    assert not loaded_by(f"services.engine.{module}") & {"torch", "numpy"}
 
 
 def test_domain_code_and_engine_never_see_grpc_or_messages() -> None:

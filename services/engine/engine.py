@@ -24,6 +24,7 @@ from services.engine.cost_model import StepCostModel
 from services.engine.demo_model import default_cache_dir
 from services.engine.detokenizer import TokenBytes
 from services.engine.device_model import DeviceModel
+from services.engine.early_check import pages_in
 from services.engine.identity import identity_of, layout_of, read_tokenizer_files
 from services.engine.kv_pool import KvPool
 from services.engine.model import DTYPES, LlamaModel, ModelOptions, load_model
@@ -336,9 +337,7 @@ class Engine:
             quantization=SCHEMES[settings.quantization],
         )
         self._layout = layout_of(config, settings.block_size, settings.kv_dtype)
-        num_pages = settings.num_pages or settings.kv_cache_bytes // self._layout.block_bytes
-        if num_pages < 1:
-            raise ConfigError(f"kv_cache_bytes {settings.kv_cache_bytes} is less than one page of {self._layout.block_bytes} bytes")
+        num_pages = settings.num_pages or pages_in(settings.kv_cache_bytes, self._layout.block_bytes)
         try:
             self._pool = KvPool(config, num_pages, settings.block_size, options.kv_dtype, options.device)
         except RuntimeError as error:

@@ -135,12 +135,15 @@ def parse_profile(text: str) -> Profile:
     return profile
 
 
-def read_profile(path: Path) -> Profile:
-    """The profile in a file; `ConfigError` if it is missing, no profile, or of another version. Blocks."""
+def read_profile(path: Path, floors: Floors | None = None) -> Profile:
+    """The profile in a file; `ConfigError` if it is missing, no profile, of another version, or of a model with other floors. Blocks."""
     try:
         if path.stat().st_size > MAX_BYTES:
             raise _error(f"over {MAX_BYTES} bytes")
-        return parse_profile(path.read_text(encoding="utf-8"))
+        profile = parse_profile(path.read_text(encoding="utf-8"))
+        if floors is not None:
+            profile.check_sizes(floors)
+        return profile
     except OSError as error:
         raise ConfigError(f"profile {path}: {error.strerror}", setting="profile") from None
     except UnicodeDecodeError:

@@ -7,12 +7,12 @@ import signal
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
-from kvrelay.errors import KvRelayError
+from kvrelay.errors import ConfigError, KvRelayError
 from services.launcher.errors import StartError
 from services.launcher.settings import SuiteSettings
 from services.launcher.suite import RunningSuite, running_suite
 
-EXIT_OK, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
+EXIT_OK, EXIT_FAILED, EXIT_MISCONFIGURED, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 
 class StopSignals:
@@ -57,7 +57,7 @@ async def serve(settings: SuiteSettings, environ: Mapping[str, str], out: TextIO
         await _serve(settings, environ, say, signals)
     except (KvRelayError, StartError) as error:
         err.write(f"{getattr(error, 'log_tail', '')}kvrelay: {error.message}\n")
-        return EXIT_FAILED
+        return EXIT_MISCONFIGURED if isinstance(error, ConfigError) else EXIT_FAILED
     except asyncio.CancelledError:
         if not signals.hard:
             raise

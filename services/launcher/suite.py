@@ -14,10 +14,11 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import kvrelay
-from kvrelay.errors import ConfigError, DeadlineExceededError, KvRelayError, UnavailableError
+from kvrelay.errors import DeadlineExceededError, KvRelayError, UnavailableError
 from services.launcher.child import child_environ, describe_exit, end
 from services.launcher.errors import StartError
 from services.launcher.plan import router_processes, store_processes, worker_processes
+from services.launcher.preflight import check_model, check_settings, check_writable
 from services.launcher.settings import SuiteSettings
 from services.launcher.supervisor import RestartPolicy, Supervisor, check_listening, supervising
 from services.runtime.embedded_redis import EmbeddedRedis
@@ -50,14 +51,16 @@ class RunningSuite:
 async def running_suite(settings: SuiteSettings, environ: Mapping[str, str], report: Callable[[str], None]) -> AsyncIterator[RunningSuite]:
     """Starts everything and waits until the model can be asked; on leaving, everything has stopped.
 
-    A clean leave drains; an exception inside kills at once. Raises `ConfigError` or `StartError`.
+    A clean leave drains; an exception inside kills at once. Raises `ConfigError`, `ModelLoadError` or `StartError`.
     """
     # What this process was told by environment it tells the services by flags; the same variable may mean something else to them.
     settings = replace(settings, otlp_endpoint=settings.otlp_endpoint or environ.get(OTLP_VARIABLE, ""))
     environ = {name: value for name, value in environ.items() if name not in OWN_VARIABLES}
+    check_settings(settings, usable_cores())
     check_listening(settings.host, settings.port)
     with _log_folder(settings.log_dir, report) as log_dir:
         settings = await resolve_model(settings, environ, report)
+        check_model(settings)
         async with _running(settings, environ, log_dir, report) as suite:
             yield suite
 
@@ -176,11 +179,7 @@ def _redis(url: str) -> Iterator[tuple[EmbeddedRedis | None, str]]:
 def _log_folder(folder: str, report: Callable[[str], None]) -> Iterator[Path]:
     """The named folder; or a temporary one that is kept, and named, only when something went wrong that logs can tell of."""
     if folder:
-        try:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=folder).close()
-        except OSError as error:
-            raise ConfigError(f"--log-dir {folder} cannot be written to: {error.strerror}") from None
+        check_writable("--log-dir", folder)
         yield Path(folder)
         return
     made, keep = Path(tempfile.mkdtemp(prefix="kvrelay-logs-")), False

@@ -18,6 +18,7 @@ import kvrelay
 from kvrelay.errors import ModelLoadError
 from services.engine.demo_model import find_gguf
 from services.launcher.child import ROOT, child_environ
+from tests.tiny_models import write_tiny_model
 
 SMALL = ("--port=0", "--dtype=float32", "--kv-cache-mib=8", "--store-mib=16", "--no-pin", "--start-timeout-s=90")
 START_S, STOP_S = 100, 40
@@ -172,7 +173,10 @@ async def test_a_start_that_is_given_up_while_the_demo_model_is_converted_leaves
         (("--mode=sideways",), 2, "--mode must be one of hybrid, split, colocated"),
         (("--mode=split", "--prefill=0"), 2, "--mode split needs --prefill"),
         (("--redis-url=foo://x",), 2, "redis://, rediss://, unix://"),
-        (("--log-dir=/proc/x", "--port=0"), 1, "--log-dir /proc/x cannot be written to"),
+        (("--log-dir=/proc/x", "--port=0"), 2, "--log-dir /proc/x cannot be written to"),
+        (("--explain-schedule=/proc/x",), 2, "--explain-schedule /proc/x cannot be written to"),
+        (("--profile=/no/such/file",), 2, "profile /no/such/file: No such file"),
+        (("--threads=100000",), 2, "--threads (threads) must be at most the"),
         (("--host=999.1.1.1",), 1, "--host must be an address"),
         (("--no-such-option",), 2, "unrecognized arguments: --no-such-option"),
     ],
@@ -183,6 +187,7 @@ async def test_what_cannot_be_started_is_said_in_one_line(args: tuple[str, ...],
     assert ended == code
     assert message in errors
     assert len(errors.strip().splitlines()) == 1
+    assert code == 1 or not launcher.lines, "nothing was begun"
 
 
 @pytest.mark.parametrize("role", ["router", "kvstore"])
@@ -210,6 +215,8 @@ async def test_a_taken_port_is_said_in_one_line(tiny_model: Path) -> None:
 
 
 async def test_a_model_that_does_not_load_is_an_error_with_its_log(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path, "llama")
+    (tmp_path / "model.safetensors").unlink()
     async with launched(f"--model={tmp_path}", *SMALL) as launcher:
         ended, errors = await launcher.ended()
     assert ended == 1

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from kvrelay.errors import ModelLoadError
 from services.launcher.child import ROOT, child_environ
-from services.launcher.errors import StartError
 from services.runtime import names
 from tests.suite import Suite
 
@@ -51,7 +51,7 @@ async def test_a_suite_gives_a_client_traces_and_hold_of_every_process(tiny_mode
 
 
 async def test_a_suite_whose_model_is_missing_says_so(tmp_path: Path) -> None:
-    with pytest.raises(StartError, match="before it was ready"):
+    with pytest.raises(ModelLoadError, match=r"config\.json cannot be read"):
         async with Suite(tmp_path, store=False):
             pass
 
