@@ -11,6 +11,8 @@ namespace kvr {
 
 constexpr int kKeyBlock = 64;
 constexpr int kQueryRows = 96;  // query rows that share a pass over the keys, all of one KV head
+// Keys that a decoding sequence's few rows meet at once: as many as fill a tile of `product`, in the first-level cache.
+constexpr int kFewRowsKeys = kPanelVectors == 2 ? kKeyBlock : kLanes;
 
 // The pool as the engine lays it out: [pages, layers, 2, page_size, kv_heads, head_dim].
 struct Pool {
@@ -94,46 +96,48 @@ KVR_INLINE void transpose8(__m256i (&r)[8]) {
 }
 #endif
 
-// Where the keys of a block of positions lie: of the first head, in one layer.
+// Where the keys of a block of positions lie: of the first head, in one layer. Rows beyond the last position repeat the first one's
+// address: what is read there is hidden from every query.
 struct Block {
     const char* rows[kKeyBlock];
     int count = 0;
 
+    // Positions [first, end), as many as a block has; there must be one.
     void find(const Pool& pool, const int32_t* pages, int layer, long first, long end) {
-        count = (int)std::max<long>(0, std::min<long>(kKeyBlock, end - first));
+        count = (int)std::min<long>(kKeyBlock, end - first);
         for (int j = 0; j < count;) {
             const int slot = (int)((first + j) & (pool.page_size - 1)), stop = std::min(count, j + pool.page_size - slot);
             const char* row = pool.at(pages[(first + j) >> pool.page_shift], layer, 0, slot, 0);
             for (; j < stop; ++j, row += pool.row_bytes()) rows[j] = row;
         }
+        for (int j = count; j < kKeyBlock; ++j) rows[j] = rows[0];
     }
     // Asks for `bytes` from `offset` of a row: rows lie too far apart for the CPU to foresee.
-    void prefetch(int row, long offset, long bytes) const {
-        if (row >= count) return;
+    KVR_INLINE void prefetch(int row, long offset, long bytes) const {
         for (long line = 0; line < bytes; line += 64) __builtin_prefetch(rows[row] + offset + line, 0, 2);
     }
 };
 
-// The keys of one head, transposed to `out` [head_dim][kKeyBlock]; zero beyond the block's. Loading one block
-// asks for the same rows of the `next` one, evenly, so that memory works while the CPU computes.
-inline void load_keys(const Pool& pool, const Block& block, const Block& next, long offset, float* out) {
-    for (int j = 0; j < kKeyBlock; j += kLanes) {
+// Keys [first, first + width) of one head, transposed to `out` [head_dim][width]. Loading one block asks for the same rows of the
+// `next` one, evenly, so that memory works while the CPU computes.
+inline void load_keys(const Pool& pool, const Block& block, const Block& next, long offset, int first, int width, float* out) {
+    for (int j = 0; j < width; j += kLanes) {
         const char* rows[kLanes];
-        for (int i = 0; i < kLanes; ++i) rows[i] = j + i < block.count ? block.rows[j + i] + offset : nullptr;
+        for (int i = 0; i < kLanes; ++i) rows[i] = block.rows[first + j + i] + offset;
 #if defined(KVR_AVX512)
         const int words = pool.head_dim * (int)pool.element_bytes() / 64;  // whole registers of a row
         for (int w = 0; w < words; ++w) {
             __m512i words16[16];
-            for (int i = 0; i < kLanes; ++i) words16[i] = rows[i] ? _mm512_loadu_si512(rows[i] + w * 64) : _mm512_setzero_si512();
+            for (int i = 0; i < kLanes; ++i) words16[i] = _mm512_loadu_si512(rows[i] + w * 64);
             transpose16(words16);
             for (int i = 0; i < kLanes; ++i) {
-                next.prefetch(j + i, offset + w * 64, 64);
+                next.prefetch(first + j + i, offset + w * 64, 64);
                 if (pool.bf16) {
-                    float* line = out + (w * 32 + 2 * i) * kKeyBlock + j;
+                    float* line = out + (w * 32 + 2 * i) * width + j;
                     _mm512_storeu_ps(line, _mm512_castsi512_ps(_mm512_slli_epi32(words16[i], 16)));
-                    _mm512_storeu_ps(line + kKeyBlock, _mm512_castsi512_ps(_mm512_and_si512(words16[i], _mm512_set1_epi32((int)0xffff0000))));
+                    _mm512_storeu_ps(line + width, _mm512_castsi512_ps(_mm512_and_si512(words16[i], _mm512_set1_epi32((int)0xffff0000))));
                 } else {
-                    _mm512_storeu_ps(out + (w * 16 + i) * kKeyBlock + j, _mm512_castsi512_ps(words16[i]));
+                    _mm512_storeu_ps(out + (w * 16 + i) * width + j, _mm512_castsi512_ps(words16[i]));
                 }
             }
         }
@@ -144,18 +148,17 @@ inline void load_keys(const Pool& pool, const Block& block, const Block& next, l
             for (int w = 0; w < words; ++w) {
                 __m256i lines[8];
                 for (int i = 0; i < 8; ++i) {
-                    const char* row = rows[half + i];
-                    lines[i] = row ? _mm256_loadu_si256((const __m256i*)(row + w * 32)) : _mm256_setzero_si256();
-                    if (w % 2 == 0) next.prefetch(j + half + i, offset + w * 32, 64);
+                    lines[i] = _mm256_loadu_si256((const __m256i*)(rows[half + i] + w * 32));
+                    if (w % 2 == 0) next.prefetch(first + j + half + i, offset + w * 32, 64);
                 }
                 transpose8(lines);
                 for (int i = 0; i < 8; ++i) {
                     if (pool.bf16) {
-                        float* line = out + (w * 16 + 2 * i) * kKeyBlock + j + half;
+                        float* line = out + (w * 16 + 2 * i) * width + j + half;
                         _mm256_storeu_ps(line, _mm256_castsi256_ps(_mm256_slli_epi32(lines[i], 16)));
-                        _mm256_storeu_ps(line + kKeyBlock, _mm256_castsi256_ps(_mm256_and_si256(lines[i], _mm256_set1_epi32((int)0xffff0000))));
+                        _mm256_storeu_ps(line + width, _mm256_castsi256_ps(_mm256_and_si256(lines[i], _mm256_set1_epi32((int)0xffff0000))));
                     } else {
-                        _mm256_storeu_ps(out + (w * 8 + i) * kKeyBlock + j + half, _mm256_castsi256_ps(lines[i]));
+                        _mm256_storeu_ps(out + (w * 8 + i) * width + j + half, _mm256_castsi256_ps(lines[i]));
                     }
                 }
             }
@@ -165,7 +168,7 @@ inline void load_keys(const Pool& pool, const Block& block, const Block& next, l
 #endif
         for (int i = 0; i < kLanes; ++i)
             for (int d = done; d < pool.head_dim; ++d)
-                out[d * kKeyBlock + j + i] = !rows[i] ? 0.0f : pool.bf16 ? widen(((const uint16_t*)rows[i])[d]) : ((const float*)rows[i])[d];
+                out[d * width + j + i] = pool.bf16 ? widen(((const uint16_t*)rows[i])[d]) : ((const float*)rows[i])[d];
     }
 }
 
@@ -174,7 +177,6 @@ inline void load_values(const Pool& pool, const Block& block, const Block& next,
         next.prefetch(j, offset + pool.value_offset(), pool.head_bytes());
         load_row(pool, block.rows[j] + offset + pool.value_offset(), out + (long)j * pool.head_dim);
     }
-    std::memset(out + (long)block.count * pool.head_dim, 0, sizeof(float) * (kKeyBlock - block.count) * pool.head_dim);
 }
 
 // c[row][0, columns) (+)= a[row][0, depth) b[0, depth)[0, columns): a small product in tiles, every element one ascending chain.
@@ -209,6 +211,47 @@ inline void product(int rows, int columns, int depth, const float* a, long lda, 
         for (; column < columns; column += kLanes)
             pick_product<1>(count, std::make_integer_sequence<int, kTileRows>{})(a + row * lda, lda, b + column, ldb, depth,
                                                                                 c + row * ldc + column, ldc, add);
+    }
+}
+
+// out[r][d] += sum over the block's keys j of weights[r][j] * value[j][d], j ascending, for columns [column, column + NV lanes):
+// the values are widened as they are read from the pages.
+template <int MR, int NV, bool BF16>
+void add_values(const Block& block, const Block& next, long offset, int column, const float* weights, float* out, int dim) {
+    F acc[MR][NV];
+    for (int r = 0; r < MR; ++r)
+        for (int v = 0; v < NV; ++v) acc[r][v] = load(out + r * dim + column + v * kLanes);
+    const long start = offset + column * (BF16 ? 2 : 4);
+    for (int j = 0; j < block.count; ++j) {
+        const char* row = block.rows[j] + start;
+        next.prefetch(j, start, NV * kLanes * (BF16 ? 2 : 4));
+        F w[NV];
+        for (int v = 0; v < NV; ++v) w[v] = BF16 ? load_bf16((const uint16_t*)row + v * kLanes) : load((const float*)row + v * kLanes);
+        for (int r = 0; r < MR; ++r) {
+            F x = splat(weights[r * kKeyBlock + j]);
+            for (int v = 0; v < NV; ++v) acc[r][v] = fma(x, w[v], acc[r][v]);
+        }
+    }
+    for (int r = 0; r < MR; ++r)
+        for (int v = 0; v < NV; ++v) store(out + r * dim + column + v * kLanes, acc[r][v]);
+}
+using AddValues = void (*)(const Block&, const Block&, long, int, const float*, float*, int);
+template <int NV, bool BF16, int... MR>
+constexpr AddValues pick_values(int rows, std::integer_sequence<int, MR...>) {
+    constexpr AddValues tiles[] = {&add_values<MR + 1, NV, BF16>...};
+    return tiles[rows - 1];
+}
+template <bool BF16>
+void add_values(const Block& block, const Block& next, long offset, int rows, const float* weights, float* out, int dim) {
+    constexpr int wide = kPanelVectors == 2 ? 4 : 1, most = kPanelVectors == 2 ? kTileRows / 2 : kTileRows;
+    const auto sizes = std::make_integer_sequence<int, most>{};
+    for (int row = 0; row < rows; row += most) {
+        const int count = std::min(most, rows - row);
+        int column = 0;
+        for (; column + wide * kLanes <= dim; column += wide * kLanes)
+            pick_values<wide, BF16>(count, sizes)(block, next, offset, column, weights + row * kKeyBlock, out + row * dim, dim);
+        for (; column < dim; column += kLanes)
+            pick_values<1, BF16>(count, sizes)(block, next, offset, column, weights + row * kKeyBlock, out + row * dim, dim);
     }
 }
 
@@ -273,27 +316,36 @@ inline void attend(const Pool& pool, const Pass& pass, const float* q, long q_st
         }
     for (int r = 0; r < pass.heads * rows; ++r) top[r] = -std::numeric_limits<float>::infinity(), total[r] = 0.0f;
     std::memset(outs, 0, sizeof(float) * pass.heads * rows * dim);
+    const bool few = rows <= kTileRows;
     const long end = pass.start + pass.tokens;
     const long seen = pass.window ? std::max<long>(0, pass.start - pass.window + 1) : 0;
     Block block, next;
     next.find(pool, pass.pages, pass.layer, seen / kKeyBlock * kKeyBlock, end);
     for (long first = seen / kKeyBlock * kKeyBlock; first < end; first += kKeyBlock) {
         block = next;
-        next.find(pool, pass.pages, pass.layer, first + kKeyBlock, end);
+        if (first + kKeyBlock < end) next.find(pool, pass.pages, pass.layer, first + kKeyBlock, end);
         // Rows whose token lies before this block see nothing of it.
         const int skipped = first > pass.start ? (int)(first - pass.start) * group : 0;
         for (int h = 0; h < pass.heads; ++h) {
             const long offset = (pass.head + h) * pool.head_bytes();
-            load_keys(pool, block, next, offset, keys);
-            load_values(pool, block, next, offset, values);
             const int row = h * rows + skipped, seeing = rows - skipped;
-            product(seeing, kKeyBlock, dim, queries + (long)row * dim, dim, keys, kKeyBlock, scores, kKeyBlock, false);
+            const int width = few ? kFewRowsKeys : kKeyBlock;
+            for (int j = 0; j < block.count; j += width) {
+                load_keys(pool, block, next, offset, j, width, keys);
+                product(seeing, width, dim, queries + (long)row * dim, dim, keys, width, scores + j, kKeyBlock, false);
+            }
             for (int r = 0; r < seeing; ++r) {
                 const long position = pass.start + (skipped + r) / group;
                 weigh(scores + r * kKeyBlock, position + 1 - first, pass.window ? position - pass.window + 1 - first : 0, dim, &top[row + r],
                       &total[row + r], outs + (long)(row + r) * dim);
             }
-            product(seeing, dim, kKeyBlock, scores, kKeyBlock, values, dim, outs + (long)row * dim, dim, true);
+            if (few) {
+                const auto add = pool.bf16 ? add_values<true> : add_values<false>;
+                add(block, next, offset + pool.value_offset(), seeing, scores, outs + (long)row * dim, dim);
+            } else {
+                load_values(pool, block, next, offset, values);
+                product(seeing, dim, block.count, scores, kKeyBlock, values, dim, outs + (long)row * dim, dim, true);
+            }
         }
     }
     for (int h = 0; h < pass.heads; ++h)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import platform
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -19,6 +20,9 @@ from services.engine.native.build import THIS_CPU, NativeKernelsUnavailable
 from services.engine.quantization import Int8Weight
 from services.engine.weights import LayerWeights, ModelWeights
 
+ARITHMETIC = 1
+"""Counts up with every change to a result's bits, so that workers of before and after exchange no KV. A change that only makes the
+kernels faster leaves it alone; a test holds the bits that belong to it."""
 _LANES = 16
 _KINDS = {torch.float32: Kind.FLOAT32, torch.bfloat16: Kind.BFLOAT16}
 
@@ -36,6 +40,7 @@ class NativeDecoder:
         _check(config, weights)
         self._library = binding.load(cache_dir, target_flags)
         self.name = f"native {self._library.kvr_instruction_set().decode()}"
+        self.numerics = numerics(platform.machine())
         self._vocab = config.vocab_size
         self._stride = self._library.kvr_padded(config.vocab_size)
         self._embedding = weights.embedding.contiguous()
@@ -132,6 +137,11 @@ class NativeDecoder:
     def _norm(self, layer: int, which: int, gain: torch.Tensor) -> None:
         wide = gain.float().contiguous()
         self._library.kvr_set_norm(self._model, layer, which, wide.data_ptr(), wide.numel())
+
+
+def numerics(machine: str) -> str:
+    """See `Decoder.numerics`: 'native-1' on every x86 CPU; other architectures, on which nothing was compared, go by their names too."""
+    return f"native-{ARITHMETIC}" + ("" if machine in ("x86_64", "AMD64") else f"-{machine}")
 
 
 def _check(config: ModelConfig, weights: ModelWeights) -> None:

@@ -195,9 +195,15 @@ class Model {
                 quantize(linear, x.as<float>(), stride, begin, end, bytes_.as<uint8_t>(), scales_.as<float>());
             });
         const int step = linear.paired ? 2 : 1;
-        team_.split(linear.panels() / step, team_.size() == 1 ? 1 : 8 * team_.size(), [&](long begin, long end, int thread) {
-            run_panels(linear, in, rows, how, y, ldy, begin * step, end * step, scratch_[thread].panel.as<float>());
-        });
+        const long blocks = (rows + rows_together(linear) - 1) / rows_together(linear);
+        for (long b = 0; b < blocks; ++b) {
+            const long first = rows * b / blocks, last = rows * (b + 1) / blocks;
+            // Long units when there are few rows: a thread then reads the weights in long runs.
+            const long pieces = team_.size() == 1 ? 1 : (last - first < 16 ? 8 : 16) * team_.size();
+            team_.split(linear.panels() / step, pieces, [&](long begin, long end, int thread) {
+                run_panels(linear, in, first, last, how, y, ldy, begin * step, end * step, scratch_[thread].panel.as<float>());
+            });
+        }
     }
 
     void rotate_and_store(const Layer& layer, int number, long r) {
@@ -225,8 +231,9 @@ class Model {
     }
 
     void attention(const KvrStep& step, const Layer& layer, int number) {
-        team_.each((long)tasks_.size(), [&](long t, int thread) {
-            const Task& task = tasks_[t];
+        const long tasks = (long)tasks_.size();
+        team_.each(tasks, [&](long t, int thread) {
+            const Task& task = tasks_[tasks - 1 - t];  // the last tokens of a prompt attend to most: what is dear comes first
             const Pass pass{step.pages + step.table_starts[task.span], number, task.head, task.heads, group(), task.tokens, layer.window,
                             (long)step.starts[task.span] + task.offset};
             const long column = (long)task.head * group() * c.head_dim;

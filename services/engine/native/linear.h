@@ -12,6 +12,7 @@
 
 #if defined(__linux__)
 #include <sys/mman.h>
+#include <unistd.h>
 #endif
 
 namespace kvr {
@@ -62,6 +63,15 @@ class Buffer {
     void* data_ = nullptr;
     size_t size_ = 0;
 };
+
+// Bytes; where the system does not tell, the least that today's CPUs have.
+inline long second_level_cache() {
+#if defined(_SC_LEVEL2_CACHE_SIZE)
+    const long bytes = sysconf(_SC_LEVEL2_CACHE_SIZE);
+    if (bytes > 0) return bytes;
+#endif
+    return 1 << 19;
+}
 
 KVR_INLINE float widen(uint16_t x) {
     uint32_t bits = (uint32_t)x << 16;
@@ -409,42 +419,46 @@ constexpr TileRunner pick_tile(int rows, std::integer_sequence<int, MR...>) {
     return runners[rows - 1];
 }
 
-// A linear over `rows` rows for panels [begin, end) (whole pairs where paired). `scratch` holds depth * kPanel floats, twice that
-// where paired. Outputs are padded: `ldy` is at least panels() * kPanel (half of it where paired).
-inline void run_panels(const Linear& linear, const Inputs& in, long rows, Finish how, float* y, long ldy, long begin, long end, float* scratch) {
+// Rows of a product over many: their inputs fill half of the second-level cache while the panels pass. At least one tile.
+inline long rows_together(const Linear& linear) {
+    static const long cache = second_level_cache();
+    const long row_bytes = linear.kind == Kind::kInt8 ? linear.quads_depth() : (long)linear.depth * (long)sizeof(float);
+    return std::max<long>(cache / 2 / row_bytes, kTileRows);
+}
+
+// A linear over rows [first, last) for panels [begin, end) (whole pairs where paired). `scratch` holds depth * kPanel floats, twice
+// that where paired. Outputs are padded: `ldy` is at least panels() * kPanel (half of it where paired).
+inline void run_panels(const Linear& linear, const Inputs& in, long first, long last, Finish how, float* y, long ldy, long begin, long end,
+                       float* scratch) {
     const int step = linear.paired ? 2 : 1;
-    const bool widened = linear.kind == Kind::kBfloat16 && rows > 2 * kTileRows;
+    const bool widened = linear.kind == Kind::kBfloat16 && last - first > 2 * kTileRows;
     const int most = linear.kind == Kind::kInt8 ? kInt8Rows : kTileRows;
+    const long count = (last - first + most - 1) / most;
     alignas(64) float gates[kTileRows * kPanel];
-    // Rows are blocked so that their inputs stay in the second-level cache while the panels pass.
-    const long block = std::max<long>(1, (linear.kind == Kind::kInt8 ? 1 << 20 : 1 << 18) / std::max(1, linear.depth) / most) * most;
-    for (long first = 0; first < rows; first += block) {
-        const long last = std::min(rows, first + block), count = (last - first + most - 1) / most;
-        for (long panel = begin; panel < end; panel += step) {
-            const float* wide[2] = {nullptr, nullptr};
-            for (int half = 0; half < step; ++half) {
-                if (linear.kind == Kind::kFloat32) wide[half] = (const float*)linear.panel(panel + half);
-                if (!widened) continue;
-                float* out = scratch + (size_t)half * linear.depth * kPanel;
-                const uint32_t* words = (const uint32_t*)linear.panel(panel + half);
-                for (int k = 0; k < linear.depth; ++k) {
-                    F w[kPanelVectors];
-                    load_panel(words + (size_t)k * (kPanel / 2), w);
-                    for (int v = 0; v < kPanelVectors; ++v) store(out + (size_t)k * kPanel + v * kLanes, w[v]);
-                }
-                wide[half] = out;
+    for (long panel = begin; panel < end; panel += step) {
+        const float* wide[2] = {nullptr, nullptr};
+        for (int half = 0; half < step; ++half) {
+            if (linear.kind == Kind::kFloat32) wide[half] = (const float*)linear.panel(panel + half);
+            if (!widened) continue;
+            float* out = scratch + (size_t)half * linear.depth * kPanel;
+            const uint32_t* words = (const uint32_t*)linear.panel(panel + half);
+            for (int k = 0; k < linear.depth; ++k) {
+                F w[kPanelVectors];
+                load_panel(words + (size_t)k * (kPanel / 2), w);
+                for (int v = 0; v < kPanelVectors; ++v) store(out + (size_t)k * kPanel + v * kLanes, w[v]);
             }
-            for (long t = 0; t < count; ++t) {
-                // Tiles of like size: 16 rows are 8 + 8, not 12 + 4.
-                const long row = first + (last - first) * t / count, next = first + (last - first) * (t + 1) / count;
-                // The last four tiles (few enough rows: all) ask for the next panel.
-                const long asking = std::min<long>(count, 4), turn = t - (count - asking), part = (long)linear.panel_bytes() / asking;
-                const auto sizes = std::make_integer_sequence<int, kTileRows>{};
-                const TileRunner run = turn >= 0 ? pick_tile<Ahead>((int)(next - row), sizes) : pick_tile<Nothing>((int)(next - row), sizes);
-                for (int half = 0; half < step; ++half) {
-                    const Ahead ahead{linear.panel(panel + half + step) + std::max<long>(0, turn) * part, part / linear.steps()};
-                    run(linear, (int)panel + half, wide[half], in, row, ahead, how, gates, y, ldy);
-                }
+            wide[half] = out;
+        }
+        for (long t = 0; t < count; ++t) {
+            // Tiles of like size: 16 rows are 8 + 8, not 12 + 4.
+            const long row = first + (last - first) * t / count, next = first + (last - first) * (t + 1) / count;
+            // The last four tiles (few enough rows: all) ask for the next panel.
+            const long asking = std::min<long>(count, 4), turn = t - (count - asking), part = (long)linear.panel_bytes() / asking;
+            const auto sizes = std::make_integer_sequence<int, kTileRows>{};
+            const TileRunner run = turn >= 0 ? pick_tile<Ahead>((int)(next - row), sizes) : pick_tile<Nothing>((int)(next - row), sizes);
+            for (int half = 0; half < step; ++half) {
+                const Ahead ahead{linear.panel(panel + half + step) + std::max<long>(0, turn) * part, part / linear.steps()};
+                run(linear, (int)panel + half, wide[half], in, row, ahead, how, gates, y, ldy);
             }
         }
     }

@@ -1,8 +1,9 @@
 // Threads that share the loops of one forward pass.
 //
-// Units of work are handed out one by one, and a loop is over when its units are, not when every thread has shown up: a thread
-// that the system has put aside delays at most the unit it holds. On a crowded machine a team is therefore hardly slower than
-// its first thread alone, where threads that meet at barriers would come to a standstill.
+// Every thread begins with units of its own, neighbours in ascending order, so that what a unit reads next is already on its way;
+// when they are done it takes the others'. A loop is over when its units are, not when every thread has shown up: a thread that
+// the system has put aside delays at most the unit it holds. On a crowded machine a team is therefore hardly slower than its first
+// thread alone, where threads that meet at barriers would come to a standstill.
 #pragma once
 
 #include <atomic>
@@ -19,7 +20,7 @@ namespace kvr {
 
 class Team {
   public:
-    explicit Team(int threads) {
+    explicit Team(int threads) : shares_(threads) {
         try {
             for (int id = 1; id < threads; ++id) helpers_.emplace_back([this, id] { help(id); });
         } catch (...) {  // no destructor runs for what was not constructed
@@ -30,7 +31,7 @@ class Team {
     Team(const Team&) = delete;
     ~Team() { dismiss(); }
 
-    int size() const { return 1 + (int)helpers_.size(); }
+    int size() const { return (int)shares_.size(); }
 
     // Helpers stand by between `begin` and `end`, and sleep otherwise.
     void begin() {
@@ -54,7 +55,11 @@ class Team {
         body_ = &body;
         call_ = [](const void* b, long unit, int thread) { (*static_cast<const Body*>(b))(unit, thread); };
         done_.store(0, std::memory_order_relaxed);
-        left_.store(units, std::memory_order_release);
+        for (long t = 0; t < size(); ++t) {
+            const long begin = units * t / size();
+            shares_[t].end = units * (t + 1) / size();
+            shares_[t].left.store(shares_[t].end - begin, std::memory_order_release);
+        }
         while (work(0)) {
         }
         for (int spins = 0; done_.load(std::memory_order_acquire) != units; ++spins) pause(spins);
@@ -77,15 +82,26 @@ class Team {
         for (auto& helper : helpers_) helper.join();
     }
 
-    // Takes and does one unit. While a unit is held its loop cannot end, so `body_` and `call_` stay what they are.
+    // One thread's units of a loop: the next is `end - left`.
+    struct alignas(64) Share {
+        std::atomic<long> left{0};
+        long end = 0;
+    };
+
+    // Takes and does one unit, the thread's own first. While a unit is held its loop cannot end, so `body_`, `call_` and the
+    // share's `end` stay what they are.
     bool work(int thread) {
-        long left = left_.load(std::memory_order_acquire);
-        do {
-            if (left == 0) return false;
-        } while (!left_.compare_exchange_weak(left, left - 1, std::memory_order_acq_rel, std::memory_order_acquire));
-        call_(body_, left - 1, thread);
-        done_.fetch_add(1, std::memory_order_acq_rel);
-        return true;
+        for (int i = 0; i < size(); ++i) {
+            Share& share = shares_[(thread + i) % size()];
+            long left = share.left.load(std::memory_order_acquire);
+            while (left > 0 && !share.left.compare_exchange_weak(left, left - 1, std::memory_order_acq_rel, std::memory_order_acquire)) {
+            }
+            if (left == 0) continue;
+            call_(body_, share.end - left, thread);
+            done_.fetch_add(1, std::memory_order_acq_rel);
+            return true;
+        }
+        return false;
     }
 
     void help(int id) {
@@ -118,7 +134,7 @@ class Team {
     std::atomic<bool> active_{false};
     const void* body_ = nullptr;
     void (*call_)(const void*, long, int) = nullptr;
-    alignas(64) std::atomic<long> left_{0};
+    std::vector<Share> shares_;
     alignas(64) std::atomic<long> done_{0};
 };
 

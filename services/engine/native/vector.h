@@ -38,6 +38,7 @@ KVR_INLINE F operator*(F a, F b) { return {_mm512_mul_ps(a.v, b.v)}; }
 KVR_INLINE F operator/(F a, F b) { return {_mm512_div_ps(a.v, b.v)}; }
 KVR_INLINE F fma(F a, F b, F c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 KVR_INLINE F max(F a, F b) { return {_mm512_max_ps(a.v, b.v)}; }
+KVR_INLINE F min(F a, F b) { return {_mm512_min_ps(a.v, b.v)}; }
 KVR_INLINE F abs(F a) { return {_mm512_abs_ps(a.v)}; }
 KVR_INLINE F round_even(F a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
 // 2^n for integral n from -126 to 127.
@@ -87,6 +88,7 @@ KVR_INLINE F operator*(F x, F y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_p
 KVR_INLINE F operator/(F x, F y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
 KVR_INLINE F fma(F x, F y, F z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
 KVR_INLINE F max(F x, F y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+KVR_INLINE F min(F x, F y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
 KVR_INLINE F abs(F x) {
     __m256 mask = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
     return {_mm256_and_ps(x.a, mask), _mm256_and_ps(x.b, mask)};
@@ -150,6 +152,7 @@ KVR_INLINE F operator*(F a, F b) { return each([&](int i) { return a.v[i] * b.v[
 KVR_INLINE F operator/(F a, F b) { return each([&](int i) { return a.v[i] / b.v[i]; }); }
 KVR_INLINE F fma(F a, F b, F c) { return each([&](int i) { return std::fma(a.v[i], b.v[i], c.v[i]); }); }
 KVR_INLINE F max(F a, F b) { return each([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; }); }
+KVR_INLINE F min(F a, F b) { return each([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; }); }
 KVR_INLINE F abs(F a) { return each([&](int i) { return std::fabs(a.v[i]); }); }
 KVR_INLINE F round_even(F a) { return each([&](int i) { return std::nearbyint(a.v[i]); }); }
 KVR_INLINE F pow2(F n) { return each([&](int i) { return std::ldexp(1.0f, (int)n.v[i]); }); }
@@ -204,8 +207,6 @@ KVR_INLINE float largest(F x) {
     return x.v[0];
 }
 #endif
-
-KVR_INLINE F min(F a, F b) { return splat(0.0f) - max(splat(0.0f) - a, splat(0.0f) - b); }
 
 // e^x within 2 ulp (Cephes' polynomial); 0 below -87, e^88 above 88.
 KVR_INLINE F exp(F x) {
