@@ -11,12 +11,12 @@ from opentelemetry import trace
 from opentelemetry.trace import Span
 
 from kvrelay.errors import KvRelayError
-from kvrelay.values import Completion, TransferStats
+from kvrelay.values import Completion
 from services.router.placement import Mode, Plan, Split
 from services.router.validation import ChatPrompt, GenerateCommand
 from services.runtime import names
 from services.runtime.ports import Job
-from services.runtime.telemetry import Attributes, AttributeValue, Telemetry, mark_failed
+from services.runtime.telemetry import Attributes, AttributeValue, Telemetry, ending, transfer_attributes
 
 NS_PER_S = 1_000_000_000
 
@@ -33,14 +33,8 @@ def generate_span(telemetry: Telemetry, command: GenerateCommand, start_ns: int)
         names.GEN_AI_REQUEST_TEMPERATURE: command.sampling.temperature,
     }
     span = telemetry.tracer.start_span(names.SPAN_GENERATE, attributes=attributes, start_time=start_ns)
-    try:
+    with ending(span):
         yield span
-    except BaseException as error:
-        mark_failed(span, error)
-        raise
-    finally:
-        if span.is_recording():
-            span.end()
 
 
 def trace_id(span: Span) -> str:
@@ -53,14 +47,8 @@ def trace_id(span: Span) -> str:
 def child(telemetry: Telemetry, parent: Span, name: str) -> Iterator[Span]:
     """A span below `parent`; not made current either, and ended here unless the body has."""
     span = telemetry.tracer.start_span(name, context=trace.set_span_in_context(parent))
-    try:
+    with ending(span):
         yield span
-    except BaseException as error:
-        mark_failed(span, error)
-        raise
-    finally:
-        if span.is_recording():
-            span.end()
 
 
 def note_request(span: Span, job: Job, model: str) -> None:
@@ -112,22 +100,9 @@ def note_completion(span: Span, completion: Completion, plan: Plan, attempts: in
     for phase in fields(completion.timings):
         attributes[names.TIMING_PREFIX + phase.name] = getattr(completion.timings, phase.name)
     if completion.transfer is not None:
-        attributes |= _transfer(completion.transfer)
+        attributes |= transfer_attributes(completion.transfer)
     gaps = sorted((later - earlier) / NS_PER_S for earlier, later in itertools.pairwise(sent_ns))
     if gaps:
         attributes[names.ITL_MEAN_S] = sum(gaps) / len(gaps)
         attributes[names.ITL_P99_S] = gaps[-(-99 * len(gaps) // 100) - 1]
     span.set_attributes(attributes)
-
-
-def _transfer(stats: TransferStats) -> dict[str, AttributeValue]:
-    return {
-        names.KV_BYTES: stats.kv_bytes,
-        names.KV_BLOCKS: stats.blocks,
-        names.KV_EARLY_BYTES: stats.early_bytes,
-        names.KV_WAIT_S: stats.wait_s,
-        names.KV_TRANSFER_S: stats.transfer_s,
-        names.KV_BANDWIDTH: stats.bandwidth_bytes_per_s,
-        names.KV_RETRIES: stats.retries,
-        names.KV_TRANSPORT: stats.transport,
-    }

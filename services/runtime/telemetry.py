@@ -17,6 +17,7 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from kvrelay.errors import KvRelayError
+from kvrelay.values import TransferStats
 from services.runtime import names
 
 EXPORT_EVERY_MS = 200
@@ -83,14 +84,8 @@ class Telemetry:
     ) -> Iterator[Span]:
         """A span around a block of code, current inside it. Whatever is raised passes on; an error marks the span as failed."""
         span = self.tracer.start_span(name, kind=kind, attributes={**(attributes or {}), **more})
-        with current(span):
-            try:
-                yield span
-            except BaseException as error:
-                mark_failed(span, error)
-                raise
-            finally:
-                span.end()
+        with current(span), ending(span):
+            yield span
 
     def record_span(
         self,
@@ -130,6 +125,19 @@ def current(span: Span) -> Iterator[None]:
             otel_context.attach(before)
 
 
+@contextmanager
+def ending(span: Span) -> Iterator[None]:
+    """Marks the span of a block that fails, and ends it unless the block has."""
+    try:
+        yield
+    except BaseException as error:
+        mark_failed(span, error)
+        raise
+    finally:
+        if span.is_recording():
+            span.end()
+
+
 def mark_failed(span: Span, error: BaseException) -> None:
     """Puts how a block ended onto its span: a typed error with its text, any other with its class, a cancellation as an attribute."""
     if isinstance(error, KvRelayError):
@@ -141,6 +149,20 @@ def mark_failed(span: Span, error: BaseException) -> None:
     else:
         span.set_attribute(names.ERROR_TYPE, type(error).__qualname__)
         span.set_status(Status(StatusCode.ERROR))
+
+
+def transfer_attributes(stats: TransferStats) -> dict[str, AttributeValue]:
+    """What a pull's end has to tell of it."""
+    return {
+        names.KV_BYTES: stats.kv_bytes,
+        names.KV_BLOCKS: stats.blocks,
+        names.KV_EARLY_BYTES: stats.early_bytes,
+        names.KV_WAIT_S: stats.wait_s,
+        names.KV_TRANSFER_S: stats.transfer_s,
+        names.KV_BANDWIDTH: stats.bandwidth_bytes_per_s,
+        names.KV_RETRIES: stats.retries,
+        names.KV_TRANSPORT: stats.transport,
+    }
 
 
 def current_trace_id() -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from kvrelay.values import TransferStats, Usage, WorkerMarks
 from services.engine.api import PrefillProgress
 from services.runtime import names
-from services.runtime.telemetry import Attributes, Telemetry, current_traceparent
+from services.runtime.telemetry import Attributes, Telemetry, current_traceparent, transfer_attributes
 
 
 class PhaseRecorder:
@@ -72,17 +72,7 @@ class PhaseTrace:
             names.SPAN_KV_TRANSFER,
             start_ns,
             end_ns,
-            {
-                names.KV_BYTES: stats.kv_bytes,
-                names.KV_BLOCKS: stats.blocks,
-                names.KV_EARLY_BYTES: stats.early_bytes,
-                names.KV_WAIT_S: stats.wait_s,
-                names.KV_TRANSFER_S: stats.transfer_s,
-                names.KV_BANDWIDTH: stats.bandwidth_bytes_per_s,
-                names.KV_RETRIES: stats.retries,
-                names.KV_TRANSPORT: stats.transport,
-                names.CACHED_TOKENS: cached_tokens,
-            },
+            {**transfer_attributes(stats), names.CACHED_TOKENS: cached_tokens},
         )
         if end_ns > prefill_end_ns:
             self._record(names.SPAN_EXPOSED_TRANSFER, max(start_ns, prefill_end_ns), end_ns, {})
