@@ -36,6 +36,7 @@ from services.runtime.channels import ChannelPool
 from services.runtime.clock import ManualClock
 from services.runtime.server import ServiceServer
 from services.runtime.telemetry import Telemetry
+from tests.unit.relay.faults import cut, flip, stall
 from tests.unit.relay.relay_kit import (
     BIG_LAYOUT,
     IDENTITY,
@@ -209,29 +210,6 @@ async def test_a_handle_from_the_holders_previous_life_is_refused(transport: str
         assert caught.value.fields["holder_incarnation"] == "77" and caught.value.retryable
 
 
-async def _flip(events: AsyncIterator[PullEvent]) -> AsyncGenerator[PullEvent, None]:
-    rng, count = random.Random(4), 0
-    async for event in events:
-        if isinstance(event, SegmentChunk):
-            count += 1
-            if count == 3:
-                data = bytearray(event.data)
-                data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-                event = replace(event, data=bytes(data))
-        yield event
-
-
-async def _cut(events: AsyncIterator[PullEvent]) -> AsyncGenerator[PullEvent, None]:
-    for _ in range(5):
-        yield await anext(events)
-
-
-async def _stall(events: AsyncIterator[PullEvent]) -> AsyncGenerator[PullEvent, None]:
-    for _ in range(5):
-        yield await anext(events)
-    await asyncio.Event().wait()
-
-
 async def _reorder(events: AsyncIterator[PullEvent]) -> AsyncGenerator[PullEvent, None]:
     listed = [event async for event in events]
     listed[4:6], listed[6:8] = listed[6:8], listed[4:6]
@@ -278,9 +256,9 @@ async def _early_end(events: AsyncIterator[PullEvent]) -> AsyncGenerator[PullEve
 @pytest.mark.parametrize(
     ("warp", "error", "landed"),
     [
-        (_flip, ChecksumMismatchError, 2),
-        (_cut, KvTransferError, 2),
-        (_stall, KvTransferError, 2),
+        (flip, ChecksumMismatchError, 2),
+        (cut, KvTransferError, 2),
+        (stall, KvTransferError, 2),
         (_reorder, KvTransferError, 2),
         (_repeat, KvTransferError, 2),
         (_lose, KvTransferError, 2),
@@ -297,7 +275,7 @@ async def test_a_fault_on_the_way_ends_in_its_error_with_only_verified_blocks_in
         complete(held)
         taker = world.taker(warp)
         with pytest.raises(error):
-            await taker.pull(held, timeout_s=1.0 if warp is _stall else 20.0)
+            await taker.pull(held, timeout_s=1.0 if warp is stall else 20.0)
         assert taker.landed(world.source) == landed
         async with asyncio.timeout(5):
             assert await held.ended() == "released"

@@ -32,6 +32,7 @@ from services.relay.copying import land
 from services.relay.store_client import BlockStoreClient
 from services.relay.transfer import ReadEnd, ReadEvent, SegmentChunk, SegmentEvent, SegmentStart
 from services.runtime.clock import ManualClock
+from tests.unit.relay.faults import cut, flip, stall
 from tests.unit.relay.relay_kit import BIG_LAYOUT, IDENTITY, LAYOUT, FakePages, MemoryStore, outcome, spin, tokens
 
 BLOCK = LAYOUT.block_bytes
@@ -222,29 +223,6 @@ async def test_streams_under_way_are_bounded() -> None:
 Warp = Callable[[AsyncIterator[ReadEvent]], AsyncGenerator[ReadEvent, None]]
 
 
-async def _corrupt(events: AsyncIterator[ReadEvent]) -> AsyncGenerator[ReadEvent, None]:
-    rng, count = random.Random(3), 0
-    async for event in events:
-        if isinstance(event, SegmentChunk):
-            count += 1
-            if count == 3:
-                data = bytearray(event.data)
-                data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-                event = replace(event, data=bytes(data))
-        yield event
-
-
-async def _cut(events: AsyncIterator[ReadEvent]) -> AsyncGenerator[ReadEvent, None]:
-    for _ in range(4):
-        yield await anext(events)
-
-
-async def _stall(events: AsyncIterator[ReadEvent]) -> AsyncGenerator[ReadEvent, None]:
-    for _ in range(4):
-        yield await anext(events)
-    await asyncio.Event().wait()
-
-
 async def _peer_gone(events: AsyncIterator[ReadEvent]) -> AsyncGenerator[ReadEvent, None]:
     for _ in range(4):
         yield await anext(events)
@@ -257,7 +235,7 @@ async def _two_ends(events: AsyncIterator[ReadEvent]) -> AsyncGenerator[ReadEven
     yield ReadEnd(4)
 
 
-@pytest.mark.parametrize(("warp", "blocks"), [(_corrupt, 2), (_cut, 2), (_stall, 2), (_peer_gone, 2), (_two_ends, 4)])
+@pytest.mark.parametrize(("warp", "blocks"), [(flip, 2), (cut, 2), (stall, 2), (_peer_gone, 2), (_two_ends, 4)])
 async def test_a_failing_fetch_keeps_what_was_verified_and_never_raises(warp: Warp, blocks: int) -> None:
     keeper = make_keeper()
     source, target = FakePages(4, seed=1), FakePages(4)
