@@ -18,7 +18,7 @@ from bench.cells import Cell
 from bench.machine import Disturbance, Quiet, environment
 from bench.subject import NotMeasured, Setup
 
-PATIENCE_S = 300.0
+PATIENCE_S = 600.0
 """For an engine to load, and for each run of a cell; one that takes longer is killed."""
 ROOT = Path(__file__).resolve().parents[1]
 
