@@ -218,7 +218,7 @@ class PromptMismatchError(HandleError):
 
 
 class FingerprintMismatchError(HandleError):
-    """Holder and taker run different models; fields name what differs, with both values."""
+    """Holder and taker run different models, or compute differently; fields name what differs, with both values."""
 
     reason = "FINGERPRINT_MISMATCH"
 

@@ -12,7 +12,7 @@ from kvrelay.errors import FingerprintMismatchError, LayoutMismatchError
 
 @dataclass(frozen=True, slots=True)
 class ModelIdentity:
-    """What changes the *values* of KV. Two workers with equal fingerprints compute the same KV for the same tokens."""
+    """What changes the *values* of KV. Two workers with equal fingerprints compute the same KV for the same tokens, bit for bit."""
 
     model: str
     """Name requests use. Not part of the fingerprint."""
@@ -26,6 +26,8 @@ class ModelIdentity:
     """Dtype of the KV cache."""
     rope: str
     """Canonical text of the rotary settings."""
+    numerics: str
+    """What computes, as far as it decides the last bits: 'native-1', 'torch-2.13.0/AVX512/GenuineIntel-6-143/threads-1'."""
     quantization: str = "none"
     adapter: str = "none"
 
@@ -70,9 +72,10 @@ def differences(ours: ModelIdentity | KvLayout, theirs: ModelIdentity | KvLayout
 
 
 def check_fingerprint(ours: ModelIdentity, wanted: bytes) -> None:
-    """Raises `FingerprintMismatchError` unless `ours` is the model version that `wanted` names."""
+    """Raises `FingerprintMismatchError` unless `ours` is the identity that `wanted` names."""
     if ours.fingerprint != wanted:
-        raise FingerprintMismatchError("this worker serves another model version", wanted=wanted.hex(), served=ours.fingerprint.hex())
+        message = f"this worker serves another version of the model, or computes it otherwise (numerics {ours.numerics})"
+        raise FingerprintMismatchError(message, wanted=wanted.hex(), served=ours.fingerprint.hex(), numerics=ours.numerics)
 
 
 def check_compatible(our_identity: ModelIdentity, our_layout: KvLayout, identity: ModelIdentity, layout: KvLayout) -> None:

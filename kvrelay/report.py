@@ -102,12 +102,12 @@ def fleet(view: FleetView) -> str:
     return "\n".join(parts)
 
 
-_WORKER_COLUMNS = ("worker", "state", "address", "model", "running", "waiting", "backlog", "pages free", "handles")
+_WORKER_COLUMNS = ("worker", "state", "address", "model", "running", "waiting", "backlog", "pages free", "handles", "numerics")
 
 
 def _worker_row(worker: WorkerView) -> tuple[str, ...]:
     if worker.identity is None:  # a store: it computes nothing
-        return (worker.worker_id, worker.state, worker.address, "-", "-", "-", "-", "-", "-")
+        return (worker.worker_id, worker.state, worker.address, *("-" for _ in _WORKER_COLUMNS[3:]))
     load = worker.load
     model = f"{worker.identity.model} ({worker.identity.weights_kind})"
     return (
@@ -120,6 +120,7 @@ def _worker_row(worker: WorkerView) -> tuple[str, ...]:
         f"{load.prefill_backlog_tokens}+{load.decode_backlog_tokens}",
         f"{load.available_pages}/{load.total_pages}",
         str(load.held_handles),
+        worker.identity.numerics,
     )
 
 

@@ -81,6 +81,7 @@ def identity_to_proto(value: ModelIdentity) -> handle_pb2.ModelIdentity:
         dtype=value.dtype,
         kv_dtype=value.kv_dtype,
         rope=value.rope,
+        numerics=value.numerics,
         quantization=value.quantization,
         adapter=value.adapter,
         fingerprint=value.fingerprint,
@@ -96,6 +97,7 @@ def identity_from_proto(message: handle_pb2.ModelIdentity) -> ModelIdentity:
         dtype=message.dtype,
         kv_dtype=message.kv_dtype,
         rope=message.rope,
+        numerics=message.numerics,
         quantization=message.quantization,
         adapter=message.adapter,
     )

@@ -41,6 +41,11 @@ class Decoder(Protocol):
         """What computes, for people: 'torch', 'native avx512-vnni'."""
         ...
 
+    @property
+    def numerics(self) -> str:
+        """What decides its last bits, for the model's identity: decoders of equal numerics give equal bits wherever they run."""
+        ...
+
     def forward(self, entries: Sequence[ForwardEntry], pool: KvPool) -> torch.Tensor:
         """Computes all tokens, writes their KV into the pool, rounded once to its dtype (halves to even), and reads it back from there.
 

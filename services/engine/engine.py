@@ -334,6 +334,7 @@ class Engine:
             model=name,
             dtype=settings.dtype,
             kv_dtype=settings.kv_dtype,
+            numerics=model.decoder.numerics,
             quantization=SCHEMES[settings.quantization],
         )
         self._layout = layout_of(config, settings.block_size, settings.kv_dtype)

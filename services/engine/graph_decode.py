@@ -81,6 +81,11 @@ class GraphDecoder:
         self._graphs: dict[tuple[int, int], _Graph] = {}
         """By rows and pages; over the memory of `_pool`."""
 
+    @property
+    def numerics(self) -> str:
+        """See `Decoder.numerics`: a graph's shapes, and so its kernels, are not those of an eager step."""
+        return f"{self._eager.numerics}/graphs"
+
     def forward(self, entries: Sequence[ForwardEntry], pool: KvPool) -> torch.Tensor:
         """See `Decoder.forward`."""
         shape = graph_shape(entries, pool.page_size)

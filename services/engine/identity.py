@@ -45,9 +45,20 @@ def canonical_text(value: object) -> str:
 
 
 def identity_of(
-    folder: Path, config: ModelConfig, tokenizer_files: Mapping[str, bytes], *, model: str, dtype: str, kv_dtype: str, quantization: str
+    folder: Path,
+    config: ModelConfig,
+    tokenizer_files: Mapping[str, bytes],
+    *,
+    model: str,
+    dtype: str,
+    kv_dtype: str,
+    numerics: str,
+    quantization: str,
 ) -> ModelIdentity:
-    """The identity of a model folder served as `model`. Reads every weight file (about half a second for 270 MB); blocks."""
+    """The identity of a model folder served as `model` and computed by a decoder of these `numerics`.
+
+    Reads every weight file (about half a second for 270 MB); blocks.
+    """
     return ModelIdentity(
         model=model,
         weights_digest=model_digest(folder, config),
@@ -55,6 +66,7 @@ def identity_of(
         dtype=dtype,
         kv_dtype=kv_dtype,
         rope=canonical_text(asdict(config.rope)),
+        numerics=numerics,
         quantization=quantization,
     )
 

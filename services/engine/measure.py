@@ -90,6 +90,7 @@ def run(settings: MeasureSettings, say: Say) -> Profile:
         model=served_name(settings.model, folder),
         dtype=settings.dtype,
         kv_dtype=settings.kv_dtype,
+        numerics=model.decoder.numerics,
         quantization=SCHEMES[settings.quantization],
     )
     floors = Floors.of(model.config, dtype=settings.dtype, kv_dtype=settings.kv_dtype, quantization=settings.quantization)

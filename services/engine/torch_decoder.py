@@ -15,6 +15,7 @@ from services.engine.kv_pool import KvPool
 from services.engine.layers import GatedMlp, RmsNorm, Rope, linear
 from services.engine.model_config import ModelConfig
 from services.engine.weights import LayerWeights, ModelWeights
+from services.runtime.machine import cpu_design
 
 
 class Attend(Protocol):
@@ -45,6 +46,11 @@ class TorchDecoder:
         self._final_norm = RmsNorm(weights.final_norm, config.norm_epsilon)
         self._head = linear(weights.head, None, self._rules)
         self._ropes = {config.rope_of(layer): Rope(config, self.device, layer) for layer in range(config.layers)}
+
+    @property
+    def numerics(self) -> str:
+        """See `Decoder.numerics`. torch's threads must have been set: 'torch-2.13.0/AVX512/GenuineIntel-6-143/threads-1'."""
+        return "/".join((f"torch-{torch.__version__}", *_machine_class(self.device)))
 
     def forward(self, entries: Sequence[ForwardEntry], pool: KvPool) -> torch.Tensor:
         """See `Decoder.forward`."""
@@ -125,6 +131,14 @@ class _Layer:
         hidden = hidden + (self._post_attention_norm(attended) if self._post_attention_norm else attended)
         inner = self._mlp(self._mlp_norm(hidden))
         return hidden + (self._post_mlp_norm(inner) if self._post_mlp_norm else inner)
+
+
+def _machine_class(device: torch.device) -> tuple[str, ...]:
+    """What torch's choice of kernels, and so the order of its sums, depends on: its instruction set, the CPU's design with its caches,
+    and the threads that share a product; elsewhere the device's name."""
+    if device.type == "cpu":
+        return torch.backends.cpu.get_cpu_capability(), cpu_design(), f"threads-{torch.get_num_threads()}"
+    return (torch.cuda.get_device_name(device).replace(" ", "-"),) if device.type == "cuda" else (device.type,)
 
 
 def _last_rows(entries: Sequence[ForwardEntry], order: Sequence[int]) -> list[int]:

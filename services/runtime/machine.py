@@ -36,6 +36,13 @@ def this_machine() -> Machine:
     return Machine(cpu, tuple(name for name in INSTRUCTION_SETS if name in flags), len(os.sched_getaffinity(0)), _memory_bytes())
 
 
+def cpu_design() -> str:
+    """The CPU's maker and design, 'GenuineIntel-6-143', or its architecture where the system does not tell more. Never raises."""
+    info = _cpu_info()
+    known = [info[name] for name in ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part") if info.get(name)]
+    return "-".join(known) or platform.machine()
+
+
 def _cpu_info() -> dict[str, str]:
     """The first CPU's entries."""
     entries: dict[str, str] = {}

@@ -47,7 +47,7 @@ from services.runtime.telemetry import Telemetry
 from tests.simulation.virtual_time import LoopClock
 
 LAYOUT = KvLayout(layers=2, kv_heads=2, head_dim=16, block_size=16, dtype="float32")
-IDENTITY = ModelIdentity("tiny", "sha256:aa", "sha256:bb", "float32", "float32", "theta=10000")
+IDENTITY = ModelIdentity("tiny", "sha256:aa", "sha256:bb", "float32", "float32", "theta=10000", "native-1")
 VOCAB = 300
 END_TOKEN = 2
 

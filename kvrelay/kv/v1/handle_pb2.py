@@ -26,33 +26,33 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1akvrelay/kv/v1/handle.proto\x12\rkvrelay.kv.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xbb\x01\n\rModelIdentity\x12\r\n\x05model\x18\x01 \x01(\t\x12\x16\n\x0eweights_digest\x18\x02 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x10\n\x08kv_dtype\x18\x05 \x01(\t\x12\x0c\n\x04rope\x18\x06 \x01(\t\x12\x14\n\x0cquantization\x18\x07 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x08 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\t \x01(\x0c\"\x97\x01\n\x08KvLayout\x12\x0e\n\x06layers\x18\x01 \x01(\r\x12\x10\n\x08kv_heads\x18\x02 \x01(\r\x12\x10\n\x08head_dim\x18\x03 \x01(\r\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x12\n\naxis_order\x18\x06 \x01(\t\x12\x0f\n\x07tp_rank\x18\x07 \x01(\r\x12\x0f\n\x07tp_size\x18\x08 \x01(\r\"\x1f\n\x0cPeerLocation\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\" \n\rStoreLocation\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\"+\n\x0bShmLocation\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x04\"7\n\x10RemoteDescriptor\x12\x0f\n\x07library\x18\x01 \x01(\t\x12\x12\n\ndescriptor\x18\x02 \x01(\x0c\"\xd3\x01\n\nKvLocation\x12+\n\x04peer\x18\x01 \x01(\x0b\x32\x1b.kvrelay.kv.v1.PeerLocationH\x00\x12-\n\x05store\x18\x02 \x01(\x0b\x32\x1c.kvrelay.kv.v1.StoreLocationH\x00\x12)\n\x03shm\x18\x03 \x01(\x0b\x32\x1a.kvrelay.kv.v1.ShmLocationH\x00\x12\x31\n\x06remote\x18\x04 \x01(\x0b\x32\x1f.kvrelay.kv.v1.RemoteDescriptorH\x00\x42\x0b\n\ttransport\"i\n\tKvSegment\x12\x13\n\x0b\x66irst_block\x18\x01 \x01(\r\x12\x13\n\x0b\x62lock_count\x18\x02 \x01(\r\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\x13\n\x06\x63rc32c\x18\x04 \x01(\x07H\x00\x88\x01\x01\x42\t\n\x07_crc32c\"r\n\x05Lease\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12&\n\x03ttl\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12/\n\x0b\x65xpire_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x85\x03\n\x08KvHandle\x12\x0c\n\x04name\x18\x01 \x01(\t\x12)\n\x05state\x18\x02 \x01(\x0e\x32\x1a.kvrelay.kv.v1.HandleState\x12.\n\x08identity\x18\x03 \x01(\x0b\x32\x1c.kvrelay.kv.v1.ModelIdentity\x12\'\n\x06layout\x18\x04 \x01(\x0b\x32\x17.kvrelay.kv.v1.KvLayout\x12\x13\n\x0btoken_start\x18\x05 \x01(\r\x12\x11\n\ttoken_end\x18\x06 \x01(\r\x12\x14\n\x0c\x62lock_hashes\x18\x07 \x03(\x0c\x12\x15\n\rprompt_digest\x18\x08 \x01(\x0c\x12*\n\x08segments\x18\t \x03(\x0b\x32\x18.kvrelay.kv.v1.KvSegment\x12#\n\x05lease\x18\n \x01(\x0b\x32\x14.kvrelay.kv.v1.Lease\x12\x13\n\x0bincarnation\x18\x0b \x01(\x06\x12,\n\tlocations\x18\x0c \x03(\x0b\x32\x19.kvrelay.kv.v1.KvLocation*|\n\x0bHandleState\x12\x1c\n\x18HANDLE_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14HANDLE_STATE_WRITING\x10\x01\x12\x1a\n\x16HANDLE_STATE_COMMITTED\x10\x02\x12\x19\n\x15HANDLE_STATE_RELEASED\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1akvrelay/kv/v1/handle.proto\x12\rkvrelay.kv.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xcd\x01\n\rModelIdentity\x12\r\n\x05model\x18\x01 \x01(\t\x12\x16\n\x0eweights_digest\x18\x02 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x10\n\x08kv_dtype\x18\x05 \x01(\t\x12\x0c\n\x04rope\x18\x06 \x01(\t\x12\x14\n\x0cquantization\x18\x07 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x08 \x01(\t\x12\x10\n\x08numerics\x18\n \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\t \x01(\x0c\"\x97\x01\n\x08KvLayout\x12\x0e\n\x06layers\x18\x01 \x01(\r\x12\x10\n\x08kv_heads\x18\x02 \x01(\r\x12\x10\n\x08head_dim\x18\x03 \x01(\r\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x12\n\naxis_order\x18\x06 \x01(\t\x12\x0f\n\x07tp_rank\x18\x07 \x01(\r\x12\x0f\n\x07tp_size\x18\x08 \x01(\r\"\x1f\n\x0cPeerLocation\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\" \n\rStoreLocation\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\"+\n\x0bShmLocation\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x04\"7\n\x10RemoteDescriptor\x12\x0f\n\x07library\x18\x01 \x01(\t\x12\x12\n\ndescriptor\x18\x02 \x01(\x0c\"\xd3\x01\n\nKvLocation\x12+\n\x04peer\x18\x01 \x01(\x0b\x32\x1b.kvrelay.kv.v1.PeerLocationH\x00\x12-\n\x05store\x18\x02 \x01(\x0b\x32\x1c.kvrelay.kv.v1.StoreLocationH\x00\x12)\n\x03shm\x18\x03 \x01(\x0b\x32\x1a.kvrelay.kv.v1.ShmLocationH\x00\x12\x31\n\x06remote\x18\x04 \x01(\x0b\x32\x1f.kvrelay.kv.v1.RemoteDescriptorH\x00\x42\x0b\n\ttransport\"i\n\tKvSegment\x12\x13\n\x0b\x66irst_block\x18\x01 \x01(\r\x12\x13\n\x0b\x62lock_count\x18\x02 \x01(\r\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\x13\n\x06\x63rc32c\x18\x04 \x01(\x07H\x00\x88\x01\x01\x42\t\n\x07_crc32c\"r\n\x05Lease\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12&\n\x03ttl\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12/\n\x0b\x65xpire_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x85\x03\n\x08KvHandle\x12\x0c\n\x04name\x18\x01 \x01(\t\x12)\n\x05state\x18\x02 \x01(\x0e\x32\x1a.kvrelay.kv.v1.HandleState\x12.\n\x08identity\x18\x03 \x01(\x0b\x32\x1c.kvrelay.kv.v1.ModelIdentity\x12\'\n\x06layout\x18\x04 \x01(\x0b\x32\x17.kvrelay.kv.v1.KvLayout\x12\x13\n\x0btoken_start\x18\x05 \x01(\r\x12\x11\n\ttoken_end\x18\x06 \x01(\r\x12\x14\n\x0c\x62lock_hashes\x18\x07 \x03(\x0c\x12\x15\n\rprompt_digest\x18\x08 \x01(\x0c\x12*\n\x08segments\x18\t \x03(\x0b\x32\x18.kvrelay.kv.v1.KvSegment\x12#\n\x05lease\x18\n \x01(\x0b\x32\x14.kvrelay.kv.v1.Lease\x12\x13\n\x0bincarnation\x18\x0b \x01(\x06\x12,\n\tlocations\x18\x0c \x03(\x0b\x32\x19.kvrelay.kv.v1.KvLocation*|\n\x0bHandleState\x12\x1c\n\x18HANDLE_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14HANDLE_STATE_WRITING\x10\x01\x12\x1a\n\x16HANDLE_STATE_COMMITTED\x10\x02\x12\x19\n\x15HANDLE_STATE_RELEASED\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvrelay.kv.v1.handle_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_HANDLESTATE']._serialized_start=1452
-  _globals['_HANDLESTATE']._serialized_end=1576
+  _globals['_HANDLESTATE']._serialized_start=1470
+  _globals['_HANDLESTATE']._serialized_end=1594
   _globals['_MODELIDENTITY']._serialized_start=111
-  _globals['_MODELIDENTITY']._serialized_end=298
-  _globals['_KVLAYOUT']._serialized_start=301
-  _globals['_KVLAYOUT']._serialized_end=452
-  _globals['_PEERLOCATION']._serialized_start=454
-  _globals['_PEERLOCATION']._serialized_end=485
-  _globals['_STORELOCATION']._serialized_start=487
-  _globals['_STORELOCATION']._serialized_end=519
-  _globals['_SHMLOCATION']._serialized_start=521
-  _globals['_SHMLOCATION']._serialized_end=564
-  _globals['_REMOTEDESCRIPTOR']._serialized_start=566
-  _globals['_REMOTEDESCRIPTOR']._serialized_end=621
-  _globals['_KVLOCATION']._serialized_start=624
-  _globals['_KVLOCATION']._serialized_end=835
-  _globals['_KVSEGMENT']._serialized_start=837
-  _globals['_KVSEGMENT']._serialized_end=942
-  _globals['_LEASE']._serialized_start=944
-  _globals['_LEASE']._serialized_end=1058
-  _globals['_KVHANDLE']._serialized_start=1061
-  _globals['_KVHANDLE']._serialized_end=1450
+  _globals['_MODELIDENTITY']._serialized_end=316
+  _globals['_KVLAYOUT']._serialized_start=319
+  _globals['_KVLAYOUT']._serialized_end=470
+  _globals['_PEERLOCATION']._serialized_start=472
+  _globals['_PEERLOCATION']._serialized_end=503
+  _globals['_STORELOCATION']._serialized_start=505
+  _globals['_STORELOCATION']._serialized_end=537
+  _globals['_SHMLOCATION']._serialized_start=539
+  _globals['_SHMLOCATION']._serialized_end=582
+  _globals['_REMOTEDESCRIPTOR']._serialized_start=584
+  _globals['_REMOTEDESCRIPTOR']._serialized_end=639
+  _globals['_KVLOCATION']._serialized_start=642
+  _globals['_KVLOCATION']._serialized_end=853
+  _globals['_KVSEGMENT']._serialized_start=855
+  _globals['_KVSEGMENT']._serialized_end=960
+  _globals['_LEASE']._serialized_start=962
+  _globals['_LEASE']._serialized_end=1076
+  _globals['_KVHANDLE']._serialized_start=1079
+  _globals['_KVHANDLE']._serialized_end=1468
 # @@protoc_insertion_point(module_scope)

@@ -23,7 +23,7 @@ HANDLE_STATE_COMMITTED: HandleState
 HANDLE_STATE_RELEASED: HandleState
 
 class ModelIdentity(_message.Message):
-    __slots__ = ("model", "weights_digest", "tokenizer_digest", "dtype", "kv_dtype", "rope", "quantization", "adapter", "fingerprint")
+    __slots__ = ("model", "weights_digest", "tokenizer_digest", "dtype", "kv_dtype", "rope", "quantization", "adapter", "numerics", "fingerprint")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_DIGEST_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -32,6 +32,7 @@ class ModelIdentity(_message.Message):
     ROPE_FIELD_NUMBER: _ClassVar[int]
     QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    NUMERICS_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     model: str
     weights_digest: str
@@ -41,8 +42,9 @@ class ModelIdentity(_message.Message):
     rope: str
     quantization: str
     adapter: str
+    numerics: str
     fingerprint: bytes
-    def __init__(self, model: _Optional[str] = ..., weights_digest: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., dtype: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., rope: _Optional[str] = ..., quantization: _Optional[str] = ..., adapter: _Optional[str] = ..., fingerprint: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, model: _Optional[str] = ..., weights_digest: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., dtype: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., rope: _Optional[str] = ..., quantization: _Optional[str] = ..., adapter: _Optional[str] = ..., numerics: _Optional[str] = ..., fingerprint: _Optional[bytes] = ...) -> None: ...
 
 class KvLayout(_message.Message):
     __slots__ = ("layers", "kv_heads", "head_dim", "block_size", "dtype", "axis_order", "tp_rank", "tp_size")

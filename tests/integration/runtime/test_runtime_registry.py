@@ -25,7 +25,7 @@ WORKER = WorkerInfo(
     role="prefill",
     address="127.0.0.1:7000",
     incarnation=LIFE,
-    identity=ModelIdentity("smol", "sha256:aa", "sha256:bb", "bfloat16", "bfloat16", "theta=1e4"),
+    identity=ModelIdentity("smol", "sha256:aa", "sha256:bb", "bfloat16", "bfloat16", "theta=1e4", "native-1"),
     layout=KvLayout(30, 3, 64, 16, "bfloat16"),
     max_context_tokens=8192,
     vocab_size=49152,

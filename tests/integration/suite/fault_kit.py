@@ -51,22 +51,22 @@ def prompt_of(tokens: int, seed: int) -> list[int]:
 
 
 @lru_cache(maxsize=16)
-def _model(folder: Path, dtype: torch.dtype) -> Any:
-    return load_model(folder, ModelOptions(dtype))
+def _model(folder: Path, dtype: torch.dtype, kernels: str) -> Any:
+    return load_model(folder, ModelOptions(dtype, kernels=kernels))
 
 
 @lru_cache(maxsize=256)
-def _greedy(folder: Path, dtype: torch.dtype, block_size: int, prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
+def _greedy(folder: Path, dtype: torch.dtype, kernels: str, block_size: int, prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
     pages = -(-(len(prompt) + count) // block_size)
-    run = PagedRun(_model(folder, dtype), num_pages=pages, page_size=block_size)
+    run = PagedRun(_model(folder, dtype, kernels), num_pages=pages, page_size=block_size)
     return tuple(run.greedy(run.prefill(prompt, room=count), count))
 
 
 def right_answer(
-    folder: Path, prompt: Sequence[int], count: int, *, dtype: torch.dtype = torch.float32, block_size: int = 16
+    folder: Path, prompt: Sequence[int], count: int, *, dtype: torch.dtype = torch.float32, kernels: str = "auto", block_size: int = 16
 ) -> tuple[int, ...]:
     """The greedy answer, end tokens ignored, computed here by the model alone: no suite, no cache, no hand-over."""
-    return _greedy(folder, dtype, block_size, tuple(prompt), count)
+    return _greedy(folder, dtype, kernels, block_size, tuple(prompt), count)
 
 
 # --- raw access to processes ---------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import sys
 from collections import Counter
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from kvrelay.fleet import FieldDifference
+from services.engine.native.build import COMPILERS
 from services.launcher.child import ROOT
 from tests.integration.suite.fault_kit import (
     Outcome,
@@ -26,6 +28,7 @@ from tests.integration.suite.fault_kit import (
     ledger,
     prompt_of,
     right_answer,
+    store_info,
 )
 from tests.suite import Suite
 from tests.tiny_models import write_tiny_model
@@ -121,6 +124,51 @@ async def test_workers_of_other_models_are_never_paired_and_status_says_why(tmp_
         pulled = {span.instance for span in suite.otlp.spans() if span.name == "kv.transfer"}
         assert pulled == {"decode-0"}
         assert errors_logged(suite) == []
+
+
+@pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="native kernels need a C++ compiler")
+async def test_native_and_torch_kernels_share_nothing_and_status_says_why(tiny_model: Path) -> None:
+    """Neither by hand-over nor through the block store: the last bits of their KV differ."""
+    async with Suite(tiny_model, model_name=NAME, mode="split", kernels="torch") as suite, Wire() as stubs:
+        await suite.stop("prefill-0")
+        await suite.start_worker("prefill", 0, kernels="native")
+
+        async def known() -> bool:
+            return len((await suite.client.fleet()).incompatibilities) == 1
+
+        await eventually(known, 10, "the native prefill worker is known")
+        numerics = {name: (await ledger(stubs, suite.address_of(name))).worker.identity.numerics for name in ("prefill-0", "decode-0")}
+        assert numerics["prefill-0"].startswith("native-") and numerics["decode-0"].startswith("torch-")
+        (pair,) = (await suite.client.fleet()).incompatibilities
+        assert list(pair.differences) == [FieldDifference("numerics", numerics["prefill-0"], numerics["decode-0"])]
+        rows = [line.split() for line in (await status(suite)).splitlines()]
+        assert ["numerics", numerics["prefill-0"], numerics["decode-0"]] in rows
+        assert {row[0]: row[-1] for row in rows if row and row[0] in numerics and row[1] == "ready"} == numerics
+
+        prompt = prompt_of(60, 0)
+        for _ in range(2):
+            outcome = await ask(suite, prompt)
+            assert (outcome.error, outcome.path) == (None, "local")
+            assert outcome.token_ids == right_answer(tiny_model, prompt, 8, kernels="torch")
+        await at_rest(suite, stubs)
+
+        async def written_behind() -> bool:
+            return (await store_info(stubs, suite.address_of("kvstore-0"))).blocks == 3
+
+        await eventually(written_behind, 10, "the prompt's blocks are in the store")
+
+        await suite.start_worker("decode", 1, kernels="native")
+        await suite.stop("decode-0")
+
+        async def replaced() -> bool:
+            return {worker.worker_id for worker in (await suite.client.fleet()).workers if worker.role == "decode"} == {"decode-1"}
+
+        await eventually(replaced, 10, "the native decode worker has taken the other's place")
+        outcome = await ask(suite, prompt)
+        assert (outcome.error, outcome.path, outcome.cached_tokens) == (None, "split", 0), "nothing of what torch computed is taken"
+        assert outcome.token_ids == right_answer(tiny_model, prompt, 8, kernels="native")
+        assert (await store_info(stubs, suite.address_of("kvstore-0"))).hits == 0
+        await at_rest(suite, stubs)
 
 
 async def answers_rightly_of_any(suite: Suite, answering: dict[str, tuple[Path, Any, int]]) -> Outcome:

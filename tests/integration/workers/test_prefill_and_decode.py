@@ -218,6 +218,8 @@ async def test_decode_refuses_what_is_not_its_own(tiny_model: Path) -> None:
             other = replace(handle.identity, weights_digest="sha256:other")
             with pytest.raises(FingerprintMismatchError, match="weights_digest"):
                 both.decoder.decode(job, replace(handle, identity=other))
+            with pytest.raises(FingerprintMismatchError, match="numerics"):
+                both.decoder.decode(job, replace(handle, identity=replace(handle.identity, numerics="other")))
             with pytest.raises(LayoutMismatchError, match="block_size"):
                 both.decoder.decode(job, replace(handle, layout=replace(handle.layout, block_size=32)))
             await _first_after_accept(both, handle, job)

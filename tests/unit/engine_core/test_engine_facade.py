@@ -26,6 +26,7 @@ from kvrelay.schedule_report import draw
 from kvrelay.values import FinishReason, SamplingParams, StopConditions, Token
 from services.engine.api import Admitted, EngineEvent, EnginePort, EngineRequest, EngineStream, Finished, PrefillProgress, TokenDrawn
 from services.engine.engine import Engine, EngineSettings
+from tests.engine_runs import KERNELS
 from tests.tiny_models import write_tiny_model
 
 
@@ -337,3 +338,8 @@ def test_identity_changes_with_what_changes_kv_and_with_nothing_else(tiny_model:
     found["dtype"] = start_and_stop(tiny_model, dtype="float32").identity
     assert len({identity.fingerprint for identity in (base, *found.values())}) == 6
     assert found["rope"].rope != base.rope and found["tokenizer"].tokenizer_digest != base.tokenizer_digest
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_identity_tells_what_computes(tiny_model: Path, kernels: str) -> None:
+    assert start_and_stop(tiny_model, kernels=kernels).identity.numerics.startswith(f"{kernels}-")

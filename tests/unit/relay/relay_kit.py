@@ -25,6 +25,7 @@ IDENTITY = ModelIdentity(
     dtype="float32",
     kv_dtype="float32",
     rope="theta=10000",
+    numerics="native-1",
 )
 LAYOUT = KvLayout(layers=2, kv_heads=2, head_dim=4, block_size=4, dtype="float32")
 """Blocks of 512 bytes: many fit one segment."""

@@ -146,6 +146,7 @@ async def test_refusals_name_what_is_wrong_and_use_nothing_up() -> None:
         (replace(right, lease_id="0" * 32, incarnation=76), HandleForgedError),
         (replace(right, incarnation=76), StaleIncarnationError),
         (replace(right, identity=replace(IDENTITY, weights_digest="sha256:other")), FingerprintMismatchError),
+        (replace(right, identity=replace(IDENTITY, numerics="native-2")), FingerprintMismatchError),
         (replace(right, layout=replace(LAYOUT, block_size=8)), LayoutMismatchError),
         (replace(right, prompt_digest=bytes(32)), PromptMismatchError),
         (replace(right, first_block=3), InvalidRequestError),
@@ -155,6 +156,8 @@ async def test_refusals_name_what_is_wrong_and_use_nothing_up() -> None:
     with pytest.raises(FingerprintMismatchError) as caught:
         await drain(holder, replace(right, identity=replace(IDENTITY, weights_digest="sha256:other")))
     assert caught.value.fields["weights_digest"] == f"{IDENTITY.weights_digest} != sha256:other"
+    with pytest.raises(FingerprintMismatchError, match="numerics: native-1 here, native-2 there"):
+        await drain(holder, replace(right, identity=replace(IDENTITY, numerics="native-2")))
     with pytest.raises(StaleIncarnationError) as stale:
         await drain(holder, replace(right, incarnation=76))
     assert stale.value.fields["handle_incarnation"] == "76" and stale.value.fields["holder_incarnation"] == "77"

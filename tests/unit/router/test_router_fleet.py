@@ -109,6 +109,16 @@ def test_differing_workers_are_listed_with_both_values() -> None:
     assert list(pair.differences) == [("dtype", "float32", "bfloat16"), ("block_size", "16", "32")]
 
 
+def test_workers_that_compute_otherwise_are_never_paired() -> None:
+    torch = replace(IDENTITY, numerics="torch-2.13.0/AVX2/AuthenticAMD-25-1/threads-1")
+    fleet = fleet_of(worker("prefill"), worker("decode", 1, identity=torch))
+    (pair,) = fleet.incompatibilities()
+    assert list(pair.differences) == [("numerics", "native-1", torch.numerics)]
+    revision = fleet.choose_revision("tiny", Mode.SPLIT, 0.0)
+    assert revision.fingerprint == torch.fingerprint != IDENTITY.fingerprint
+    assert fleet.ready(revision, "prefill") == []
+
+
 def test_prefix_hits_count_leading_blocks_and_never_the_whole_prompt() -> None:
     fleet = fleet_of(worker("decode"))
     revision = fleet.choose_revision("tiny", Mode.COLOCATED, 0.0)

@@ -17,7 +17,7 @@ count = st.integers(0, 2**40)
 workers = st.builds(
     WorkerInfo,
     worker_id=text, role=text, address=text, incarnation=st.integers(0, 2**63), state=text,
-    identity=st.none() | st.builds(ModelIdentity, text, text, text, text, text, text, text, text),
+    identity=st.none() | st.builds(ModelIdentity, *([text] * 9)),
     layout=st.none() | st.builds(KvLayout, count, count, count, count, text),
     max_context_tokens=count, vocab_size=count,
     topology=st.builds(Topology, text, text, text),

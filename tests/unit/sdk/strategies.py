@@ -18,7 +18,7 @@ hashes = st.binary(min_size=32, max_size=32)
 no_nul = text.map(lambda s: s.replace("\0", ""))
 
 identities = st.builds(
-    ModelIdentity, model=text, weights_digest=no_nul, tokenizer_digest=no_nul, dtype=no_nul, kv_dtype=no_nul, rope=no_nul,
+    ModelIdentity, model=text, weights_digest=no_nul, tokenizer_digest=no_nul, dtype=no_nul, kv_dtype=no_nul, rope=no_nul, numerics=no_nul,
     quantization=no_nul, adapter=no_nul,
 )  # fmt: skip
 layouts = st.builds(

@@ -24,7 +24,7 @@ from kvrelay.values import Timings
 from tests.unit.sdk.scripted_router import ScriptedRouter, done, failing, one_token_then_silence, playing, started, token
 
 ROOT = Path(__file__).parents[3]
-IDENTITY = ModelIdentity("tiny", "sha256:aa", "sha256:bb", "bfloat16", "bfloat16", "default:10000")
+IDENTITY = ModelIdentity("tiny", "sha256:aa", "sha256:bb", "bfloat16", "bfloat16", "default:10000", "native-1")
 
 
 @asynccontextmanager
@@ -232,6 +232,7 @@ async def test_status_shows_workers_by_role_and_why_a_pair_is_not_formed(router:
     status, out, _ = await run("status", "--target", router.target)
     assert status == 0 and "registry lost (last word 12.0 s ago)" in out and "kvstore: none" in out
     assert "prefill-0 -> decode-0" in out and "60/64" in out and "tiny (bfloat16)" in out
+    assert [line.split()[-1] for line in out.splitlines() if "127.0.0.1" in line] == ["native-1"] * 2 and out.count(" numerics\n") == 2
     assert [line.split() for line in out.splitlines() if "block_size" in line] == [["block_size", "16", "32"]]
     _, out, _ = await run("status", "--json", "--target", router.target)
     assert json.loads(out)["incompatibilities"][0]["differences"] == [{"field": "block_size", "prefill_value": "16", "decode_value": "32"}]

@@ -33,7 +33,7 @@ from tests.unit.sdk.scripted_router import (
 )
 
 NO_DELAY = RetryPolicy(draw=lambda: 0.0)
-IDENTITY = ModelIdentity("tiny", "sha256:aa", "sha256:bb", "bfloat16", "bfloat16", "default:10000")
+IDENTITY = ModelIdentity("tiny", "sha256:aa", "sha256:bb", "bfloat16", "bfloat16", "default:10000", "native-1")
 LAYOUT = KvLayout(layers=2, kv_heads=1, head_dim=8, block_size=16, dtype="bfloat16")
 
 

@@ -108,6 +108,14 @@ def test_a_fingerprint_that_is_not_that_of_its_fields_is_refused_with_both(handl
     assert wire.identity_from_proto(message).rope == "another"
 
 
+def test_an_identity_without_numerics_is_no_other_identity(handle: KvHandle) -> None:
+    """Of a sender that knows no such field: what it holds may have been computed in any way."""
+    message = wire.identity_to_proto(handle.identity)
+    message.ClearField("numerics")
+    with pytest.raises(errors.FingerprintMismatchError):
+        wire.identity_from_proto(message)
+
+
 FORGERIES: dict[str, Callable[[handle_pb2.KvHandle], object]] = {
     "name": lambda m: setattr(m, "name", "kvHandles/../../etc"),
     "upper-case name": lambda m: setattr(m, "name", "kvHandles/" + "A" * 32),
