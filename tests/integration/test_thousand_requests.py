@@ -80,7 +80,7 @@ def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("mode", MODES)
 def test_the_demo_model_answers_random_requests_as_alone(mode: str) -> None:
-    exactness = exactness_of(demo_folder, mode, "auto", longest=600)
+    exactness = exactness_of(demo_folder(), mode, "auto", longest=600)
     requests = exactness.requests(4, 20)
     crowded = exactness.crowded(4, requests[:12]) | exactness.crowded(5, requests[12:], split=True)
     mismatches = differences(requests, exactness.alone(requests), crowded)
