@@ -47,14 +47,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=positive, default=16, help="decode steps a run; up to four times that with fewer than 4 sequences")
     parser.add_argument("--rounds", type=positive, default=5, help="counted runs of each engine at each cell")
     parser.add_argument(
-        "--quick", action="store_true", help="a smoke run in less than a minute: no peers, no float32, one thread, few runs"
+        "--quick", action="store_true", help="a smoke run of about a minute: no peers, no float32, one thread, short contexts, few runs"
     )
     parser.add_argument("--json", type=Path, help="write every run to this file")
     parser.add_argument("--markdown", type=Path, help="write the report to this file, or into this folder as engine-<cpu>.md")
     options = parser.parse_args(arguments)
     if options.quick:
         options.peers, options.threads, options.rounds, options.steps = ["none"], [1], 2, 4
-        options.prompts, options.batches, options.chunk = [128], [1, 8], 0
+        options.prompts, options.batches, options.context, options.chunk = [128], [1, 8], 128, 0
         options.kinds = ["bfloat16", "int8"]
     if not (options.prompts or options.batches or options.chunk):
         parser.error("nothing to measure: no prompts, no batches and no chunk")
