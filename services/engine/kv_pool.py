@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import mmap
 
 import torch
 
@@ -41,7 +43,7 @@ class KvPool:
         self.scratch_page = num_pages
         """A page that no sequence can own, behind all others in `page_rows` and `slot_rows`: where the padding of a step may write."""
         shape = (num_pages + 1, config.layers, 2, page_size, config.kv_heads, config.head_dim)
-        whole = torch.zeros(shape, dtype=dtype, device=self.device)
+        whole = _zeros(shape, dtype) if self.device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=self.device)
         self.data = whole[:num_pages]
         """`[pages, layers, 2, page_size, kv_heads, head_dim]`"""
         self.page_bytes = math.prod(shape[1:]) * self.data.element_size()
@@ -93,3 +95,11 @@ class KvPool:
     def _check(self, page: int) -> None:
         if not 0 <= page < self.num_pages:
             raise IndexError(f"page {page} is outside the pool's {self.num_pages}")
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Host memory on huge pages where the system has them: attention jumps from page to page, and many jumps would miss the TLB."""
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(AttributeError, OSError):  # not Linux, or a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)

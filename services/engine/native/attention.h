@@ -224,7 +224,7 @@ void add_values(const Block& block, const Block& next, long offset, int column, 
     const long start = offset + column * (BF16 ? 2 : 4);
     for (int j = 0; j < block.count; ++j) {
         const char* row = block.rows[j] + start;
-        next.prefetch(j, start, NV * kLanes * (BF16 ? 2 : 4));
+        if (start % 64 == 0) next.prefetch(j, start, NV * kLanes * (BF16 ? 2 : 4));
         F w[NV];
         for (int v = 0; v < NV; ++v) w[v] = BF16 ? load_bf16((const uint16_t*)row + v * kLanes) : load((const float*)row + v * kLanes);
         for (int r = 0; r < MR; ++r) {
@@ -326,25 +326,29 @@ inline void attend(const Pool& pool, const Pass& pass, const float* q, long q_st
         if (first + kKeyBlock < end) next.find(pool, pass.pages, pass.layer, first + kKeyBlock, end);
         // Rows whose token lies before this block see nothing of it.
         const int skipped = first > pass.start ? (int)(first - pass.start) * group : 0;
+        const int seeing = rows - skipped, width = few ? kFewRowsKeys : kKeyBlock;
+        for (int j = 0; j < block.count; j += width)
+            for (int h = 0; h < pass.heads; ++h) {
+                load_keys(pool, block, next, (pass.head + h) * pool.head_bytes(), j, width, keys);
+                const int row = h * rows + skipped;
+                product(seeing, width, dim, queries + (long)row * dim, dim, keys, width, scores + row * kKeyBlock + j, kKeyBlock, false);
+            }
+        for (int h = 0; h < pass.heads; ++h)
+            for (int r = skipped; r < rows; ++r) {
+                const long position = pass.start + r / group;
+                const int row = h * rows + r;
+                weigh(scores + row * kKeyBlock, position + 1 - first, pass.window ? position - pass.window + 1 - first : 0, dim, &top[row],
+                      &total[row], outs + (long)row * dim);
+            }
         for (int h = 0; h < pass.heads; ++h) {
             const long offset = (pass.head + h) * pool.head_bytes();
-            const int row = h * rows + skipped, seeing = rows - skipped;
-            const int width = few ? kFewRowsKeys : kKeyBlock;
-            for (int j = 0; j < block.count; j += width) {
-                load_keys(pool, block, next, offset, j, width, keys);
-                product(seeing, width, dim, queries + (long)row * dim, dim, keys, width, scores + j, kKeyBlock, false);
-            }
-            for (int r = 0; r < seeing; ++r) {
-                const long position = pass.start + (skipped + r) / group;
-                weigh(scores + r * kKeyBlock, position + 1 - first, pass.window ? position - pass.window + 1 - first : 0, dim, &top[row + r],
-                      &total[row + r], outs + (long)(row + r) * dim);
-            }
+            const int row = h * rows + skipped;
             if (few) {
                 const auto add = pool.bf16 ? add_values<true> : add_values<false>;
-                add(block, next, offset + pool.value_offset(), seeing, scores, outs + (long)row * dim, dim);
+                add(block, next, offset + pool.value_offset(), seeing, scores + row * kKeyBlock, outs + (long)row * dim, dim);
             } else {
                 load_values(pool, block, next, offset, values);
-                product(seeing, dim, block.count, scores, kKeyBlock, values, dim, outs + (long)row * dim, dim, true);
+                product(seeing, dim, block.count, scores + row * kKeyBlock, kKeyBlock, values, dim, outs + (long)row * dim, dim, true);
             }
         }
     }
