@@ -341,7 +341,7 @@ class Engine:
         num_pages = settings.num_pages or pages_in(settings.kv_cache_bytes, self._layout.block_bytes)
         try:
             self._pool = KvPool(config, num_pages, settings.block_size, options.kv_dtype, options.device)
-        except RuntimeError as error:
+        except (RuntimeError, OSError, OverflowError) as error:  # torch's, and of a mapping: no memory, no such size
             raise ConfigError(
                 f"a KV cache of {num_pages * self._layout.block_bytes} bytes cannot be allocated on {options.device}"
             ) from error

@@ -296,6 +296,7 @@ async def test_a_tokenizer_that_cannot_be_read_is_an_error_of_start(tmp_path: Pa
         {"threads": 100_000},
         {"num_pages": -1},
         {"num_pages": 1 << 46},
+        {"num_pages": 1 << 60},
     ],
 )
 async def test_wrong_settings_are_errors_of_start(tiny_model: Path, changes: dict[str, object]) -> None:
