@@ -19,6 +19,7 @@ from services.engine.model_config import ModelConfig
 from services.engine.native.build import COMPILERS, NativeKernelsUnavailable, library_path
 from services.engine.native.decoder import NativeDecoder
 from services.engine.weights import load_weights, quantize
+from services.runtime.machine import this_machine
 from tests.engine_runs import MODES, options, random_ids
 from tests.tiny_models import write_tiny_model
 
@@ -29,6 +30,8 @@ SIZES = {"hidden_size": 96, "intermediate_size": 112, "num_key_value_heads": 1, 
 
 OTHER_TARGETS = {"avx2": ("-mavx2", "-mfma"), "portable": ()}
 """Compiler flags under which the same sources give other machine code."""
+if "avx512bw" in this_machine().instruction_sets:
+    OTHER_TARGETS["avx512"] = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma")  # without VNNI
 
 
 def decoder_for(folder: Path, mode: str, *, threads: int = 1, target: tuple[str, ...] | None = None) -> Decoder:
