@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,14 @@ def test_a_page_is_one_run_of_bytes_that_is_seen_without_a_copy(config: ModelCon
     assert bytes(view) == bytes(pool.data[3].flatten().view(torch.uint8).numpy())
     view[:] = bytes(pool.page_bytes)
     assert not pool.data.any()
+
+
+def test_a_view_that_outlives_its_pool_keeps_the_memory(config: ModelConfig) -> None:
+    """A transfer may still hold one when the engine is gone."""
+    view = KvPool(config, 2).page_view(1)
+    gc.collect()
+    view[:] = b"\x01" * len(view)
+    assert bytes(view) == b"\x01" * len(view)
 
 
 def test_writing_one_page_leaves_its_neighbours_alone(config: ModelConfig) -> None:

@@ -9,7 +9,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -69,22 +68,14 @@ def test_native_kernels_go_by_their_arithmetic_and_by_architectures_nobody_compa
     assert numerics("aarch64") == f"native-{ARITHMETIC}-aarch64"
 
 
-@pytest.fixture
-def one_torch_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_numerics_are_a_word_and_the_same_for_every_model_and_dtype(one_torch_thread: None, kernels: str) -> None:
+def test_numerics_are_a_word_and_the_same_for_every_model_and_dtype(kernels: str) -> None:
     """What differs in the model has fields of its own in the identity."""
     (found,) = {probe_model(options(mode, kernels), head_dim=size).decoder.numerics for mode in MODES for size in (32, 64)}
     assert re.fullmatch(rf"{kernels}-\S+", found), found
 
 
-def test_torch_goes_by_version_instruction_set_cpu_and_threads(one_torch_thread: None) -> None:
+def test_torch_goes_by_version_instruction_set_cpu_and_threads() -> None:
     decoder = probe_model(options("float32", "torch")).decoder
     alone = decoder.numerics
     assert alone == f"torch-{torch.__version__}/{torch.backends.cpu.get_cpu_capability()}/{cpu_design()}/threads-1"
@@ -92,7 +83,7 @@ def test_torch_goes_by_version_instruction_set_cpu_and_threads(one_torch_thread:
     assert decoder.numerics == alone.replace("threads-1", "threads-2")
 
 
-def test_torch_with_another_instruction_set_is_another(one_torch_thread: None) -> None:
+def test_torch_with_another_instruction_set_is_another() -> None:
     script = "from tests.engine_runs import *; from services.engine.exactness_check import probe_model; "
     script += "print(probe_model(options('float32', 'torch')).decoder.numerics)"
     environ = {**os.environ, "ATEN_CPU_CAPABILITY": "default"}
