@@ -131,7 +131,10 @@ class SubjectProcess:
         raise SubjectFailed(f"{self._name}: {' '.join(reason.split())}")
 
     def _last_words(self, process: subprocess.Popen[str]) -> str:
-        code = process.wait(10)
+        try:
+            code = process.wait(10)
+        except subprocess.TimeoutExpired:
+            return "closed its output and did not end"
         ending = f"ended with {code}" if code >= 0 else f"ended by {signal.Signals(-code).name}"
         if code == -signal.SIGILL:
             ending += ", an instruction that this CPU does not have"

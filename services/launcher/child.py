@@ -116,12 +116,16 @@ def kill(process: asyncio.subprocess.Process) -> None:
 
 
 async def end(process: asyncio.subprocess.Process, grace_s: float) -> None:
-    """Lets a process with a session of its own put things away, or kills it after `grace_s`; returns once it has ended."""
+    """Lets a process with a session of its own put things away, or kills it after `grace_s`; returns once it has ended.
+
+    When the wait is cancelled it is killed at once.
+    """
     terminate(process)
     try:
-        async with asyncio.timeout(grace_s):
-            await process.wait()
-    except TimeoutError:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                await process.wait()
+    finally:
         kill(process)
         await process.wait()
 

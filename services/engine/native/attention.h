@@ -10,7 +10,7 @@
 namespace kvr {
 
 constexpr int kKeyBlock = 64;
-constexpr int kQueryRows = 96;  // query rows that share a pass over the keys, all of one KV head
+constexpr int kQueryRows = 96;  // query rows that share a pass over the keys, all of one sequence
 // Keys that a decoding sequence's few rows meet at once: as many as fill a tile of `product`, in the first-level cache.
 constexpr int kFewRowsKeys = kPanelVectors == 2 ? kKeyBlock : kLanes;
 
@@ -120,7 +120,7 @@ struct Block {
 
 // Keys [first, first + width) of one head, transposed to `out` [head_dim][width]. Loading one block asks for the same rows of the
 // `next` one, evenly, so that memory works while the CPU computes.
-inline void load_keys(const Pool& pool, const Block& block, const Block& next, long offset, int first, int width, float* out) {
+inline void load_keys(const Pool& pool, const Block& block, [[maybe_unused]] const Block& next, long offset, int first, int width, float* out) {
     for (int j = 0; j < width; j += kLanes) {
         const char* rows[kLanes];
         for (int i = 0; i < kLanes; ++i) rows[i] = block.rows[first + j + i] + offset;

@@ -136,7 +136,8 @@ class NativeDecoder:
 
     def _norm(self, layer: int, which: int, gain: torch.Tensor) -> None:
         wide = gain.float().contiguous()
-        self._library.kvr_set_norm(self._model, layer, which, wide.data_ptr(), wide.numel())
+        if not self._library.kvr_set_norm(self._model, layer, which, wide.data_ptr(), wide.numel()):
+            raise MemoryError(f"no memory for a norm of {wide.numel()}")
 
 
 def numerics(machine: str) -> str:

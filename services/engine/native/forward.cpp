@@ -233,7 +233,7 @@ class Model {
     void attention(const KvrStep& step, const Layer& layer, int number) {
         const long tasks = (long)tasks_.size();
         team_.each(tasks, [&](long t, int thread) {
-            const Task& task = tasks_[tasks - 1 - t];  // the last tokens of a prompt attend to most: what is dear comes first
+            const Task& task = tasks_[tasks - 1 - t];  // a thread's dear tasks, a prompt's last tokens, come first: others can take the rest
             const Pass pass{step.pages + step.table_starts[task.span], number, task.head, task.heads, group(), task.tokens, layer.window,
                             (long)step.starts[task.span] + task.offset};
             const long column = (long)task.head * group() * c.head_dim;
@@ -293,10 +293,15 @@ int kvr_set_linear(void* model, int layer, int which, int kind, const void* weig
     }
 }
 
-// `layer` -1: the final norm.
-void kvr_set_norm(void* model, int layer, int which, const float* gain, int size) {
-    Model& m = *static_cast<Model*>(model);
-    (layer < 0 ? m.final_norm_ : m.layers_[layer].norms[which]).assign(gain, gain + size);
+// `layer` -1: the final norm. 0 when there is no memory.
+int kvr_set_norm(void* model, int layer, int which, const float* gain, int size) {
+    try {
+        Model& m = *static_cast<Model*>(model);
+        (layer < 0 ? m.final_norm_ : m.layers_[layer].norms[which]).assign(gain, gain + size);
+        return 1;
+    } catch (...) {
+        return 0;
+    }
 }
 
 // `rope` [2, max_positions, head_dim] must outlive the model.
@@ -314,7 +319,13 @@ void kvr_set_embedding(void* model, const void* table, int bf16) {
 }
 
 // 0 when there is no memory for the step.
-int kvr_forward(void* model, const KvrStep* step) { return static_cast<Model*>(model)->forward(*step); }
+int kvr_forward(void* model, const KvrStep* step) {
+    try {
+        return static_cast<Model*>(model)->forward(*step);
+    } catch (...) {
+        return 0;
+    }
+}
 
 }  // extern "C"
 

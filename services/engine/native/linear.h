@@ -409,8 +409,8 @@ constexpr TileRunner pick_tile(int rows, std::integer_sequence<int, MR...>) {
     return runners[rows - 1];
 }
 
-// Rows of a product over many: their inputs, about a megabyte, stay in a near cache while the panels pass. At least one tile. Half of
-// that made products on a CPU with 512 KB of second-level cache slower, not faster.
+// How many rows a pass over the panels takes: their inputs, about a megabyte, stay in a near cache meanwhile. A fourth of that made
+// products slower even on a CPU with 512 KB of second-level cache.
 inline long rows_together(const Linear& linear) {
     const long row_bytes = linear.kind == Kind::kInt8 ? linear.quads_depth() : (long)linear.depth * (long)sizeof(float);
     return std::max<long>((1 << 20) / row_bytes, kTileRows);
