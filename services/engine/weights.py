@@ -110,6 +110,8 @@ def load_weights(folder: Path, config: ModelConfig, dtype: torch.dtype, device: 
             if not tensor.is_floating_point():
                 raise ModelLoadError(f"tensor {name} is {tensor.dtype}; only floating point is supported", folder=folder, tensor=name)
             target.copy_(tensor)
+            if not torch.stack(target.aminmax()).isfinite().all():  # NaN shows in both; looking at each value takes thirty times longer
+                raise ModelLoadError(f"tensor {name} holds values that are not finite as {target.dtype}", folder=folder, tensor=name)
             if config.unit_gains and name.endswith("norm.weight"):
                 target += 1
     if wanted:

@@ -70,6 +70,9 @@ class SuiteSettings:
 
     def __post_init__(self) -> None:
         """Raises `ConfigError` for what no suite can be built of."""
+        for flag, value in (("model", self.model), ("cache-dir", self.cache_dir)):
+            if not value:
+                raise ConfigError(f"--{flag} must not be empty")
         if self.block_size & (self.block_size - 1):
             raise ConfigError(f"--block-size (tokens) must be a power of two, got {self.block_size}")
         if self.redis_url:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -74,6 +75,15 @@ def _quantise(raw: Tensors) -> None:
     raw["model.norm.weight"] = torch.zeros(64, dtype=torch.int8)
 
 
+def _spoil(raw: Tensors) -> None:
+    raw["model.layers.1.mlp.down_proj.weight"][3, 5] = math.nan
+
+
+def _overflow(raw: Tensors) -> None:
+    raw["model.embed_tokens.weight"] = raw["model.embed_tokens.weight"].double()
+    raw["model.embed_tokens.weight"][7, 0] = -1e300
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -81,6 +91,8 @@ def _quantise(raw: Tensors) -> None:
         (_add, r"unexpected .* model\.layers\.2\.mlp\.up_proj\.weight"),
         (_reshape, r"model\.layers\.0\.self_attn\.k_proj\.weight has shape \[31, 64\], config\.json asks for \[32, 64\]"),
         (_quantise, r"model\.norm\.weight is torch\.int8"),
+        (_spoil, r"model\.layers\.1\.mlp\.down_proj\.weight holds values that are not finite as torch\.float32"),
+        (_overflow, r"model\.embed_tokens\.weight holds values that are not finite as torch\.float32"),
     ],
 )
 def test_tensors_that_do_not_fit_are_named(tmp_path: Path, change: Callable[[Tensors], None], message: str) -> None:

@@ -173,3 +173,9 @@ def test_kv_that_is_not_in_host_memory_stays_on_its_worker() -> None:
         WorkerSettings(device="cuda").check_role("prefill")
     with pytest.raises(ConfigError, match="KV on cuda"):
         WorkerSettings(device="cuda", store_address="127.0.0.1:1").check_role("decode")
+
+
+@pytest.mark.parametrize("name", ["model", "cache_dir"])
+def test_an_empty_folder_name_is_refused_and_not_taken_for_the_current_one(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} must not be empty"):
+        SuiteSettings(**{name: ""})
