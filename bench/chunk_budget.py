@@ -24,8 +24,8 @@ from bench.interference import Load, Suffered, percentile, suffer
 from bench.report import table
 from bench.sitting import NOISY
 from kvrelay.errors import ConfigError
-from services.engine.demo_model import DEMO_NAMES, ensure_demo_model, resolve_model
-from services.engine.engine import EngineSettings
+from services.engine.demo.model import DEMO_NAMES, ensure_demo_model, resolve_model
+from services.engine.settings import EngineSettings
 
 POLICIES = ("whole", "chunked", "dynamic")
 

@@ -23,8 +23,8 @@ from bench.report import Group, Results, as_json, markdown
 from bench.sitting import alone, in_turn, measured
 from bench.subject import NotMeasured, Setup
 from kvrelay.errors import KvRelayError
-from services.engine.demo_model import DEMO_NAMES, default_cache_dir, ensure_demo_model, resolve_model
-from services.engine.model_config import ModelConfig
+from services.engine.demo.model import DEMO_NAMES, default_cache_dir, ensure_demo_model, resolve_model
+from services.engine.model.config import ModelConfig
 
 QUESTION = (1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2, 198, 1, 520, 9531, 198)
 """'What is the capital of France?' as a chat, in the demo model's tokens."""

@@ -13,11 +13,11 @@ from bench.exact_worker import Counts, Worker
 from bench.random_requests import BLOCK, SHORT, Answers, random_requests
 from kvrelay.values import Token
 from services.engine.api import EngineRequest
-from services.engine.detokenizer import TokenBytes
-from services.engine.kv_pool import KvPool
-from services.engine.model import LlamaModel
-from services.engine.policies import ORDERS, POLICIES
-from services.engine.scheduler import SchedulerLimits
+from services.engine.model.kv_pool import KvPool
+from services.engine.model.llama import LlamaModel
+from services.engine.sampling.detokenizer import TokenBytes
+from services.engine.scheduling.policies import ORDERS, POLICIES
+from services.engine.scheduling.scheduler import SchedulerLimits
 
 SESSION = 100
 """Requests that one worker, or pair of workers, sees before the next begins with other settings."""

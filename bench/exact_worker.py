@@ -10,15 +10,15 @@ import torch
 
 from kvrelay.values import Token
 from services.engine.api import Admitted, EngineEvent, EngineRequest, Failed, Finished, PrefillProgress, TokenDrawn
-from services.engine.block_manager import BlockManager
-from services.engine.core import EngineCore, StepEntry
-from services.engine.detokenizer import TokenBytes
 from services.engine.device_model import DeviceModel
-from services.engine.kv_pool import KvPool
-from services.engine.model import LlamaModel
-from services.engine.scheduler import SchedulerLimits
-from services.engine.step_cost import StepShape
-from services.engine.validation import RequestLimits
+from services.engine.model.kv_pool import KvPool
+from services.engine.model.llama import LlamaModel
+from services.engine.sampling.detokenizer import TokenBytes
+from services.engine.scheduling.block_manager import BlockManager
+from services.engine.scheduling.core import EngineCore, StepEntry
+from services.engine.scheduling.scheduler import SchedulerLimits
+from services.engine.scheduling.step_cost import StepShape
+from services.engine.scheduling.validation import RequestLimits
 
 
 @dataclass(slots=True)

@@ -19,9 +19,9 @@ from tokenizers import Tokenizer
 from bench.exact_runs import Exactness
 from bench.random_requests import LONGEST_ANSWER, differences
 from kvrelay.errors import KvRelayError
-from services.engine.demo_model import DEMO_NAMES, ensure_demo_model, resolve_model
-from services.engine.model import DTYPES, KERNELS, ModelOptions, load_model
-from services.engine.quantization import SCHEMES
+from services.engine.demo.model import DEMO_NAMES, ensure_demo_model, resolve_model
+from services.engine.model.llama import DTYPES, KERNELS, ModelOptions, load_model
+from services.engine.model.quantization import SCHEMES
 
 SHOWN = 10
 """Mismatches told one by one."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from bench.cells import Cell
 from bench.probe import Peaks
-from services.engine.model_config import ModelConfig
+from services.engine.model.config import ModelConfig
 
 BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 """Of a weight, by class of arithmetic."""

@@ -14,7 +14,7 @@ import numpy as np
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, LlamaFileType
 from gguf.quants import dequantize, quantize
 
-from services.engine.demo_model import default_cache_dir, find_gguf
+from services.engine.demo.model import default_cache_dir, find_gguf
 
 TYPES = {
     "F32": (GGMLQuantizationType.F32, LlamaFileType.ALL_F32),

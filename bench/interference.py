@@ -13,7 +13,8 @@ from bench.machine import Disturbance, Quiet
 from bench.subject import random_prompt
 from kvrelay.values import StopConditions
 from services.engine.api import EngineRequest, EngineStream, TokenDrawn
-from services.engine.engine import Engine, EngineSettings
+from services.engine.engine import Engine
+from services.engine.settings import EngineSettings
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,10 @@ import torch
 
 from bench.cells import Cell
 from bench.subject import Setup, random_prompt, serve
-from services.engine.decoder import ForwardEntry
-from services.engine.engine import EngineSettings
-from services.engine.kv_pool import KvPool
-from services.engine.model import load_model
+from services.engine.model.decoder import ForwardEntry
+from services.engine.model.kv_pool import KvPool
+from services.engine.model.llama import load_model
+from services.engine.settings import EngineSettings
 
 PAGE = 16
 

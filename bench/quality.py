@@ -23,13 +23,13 @@ from tokenizers import Tokenizer
 
 from bench import machine, prose
 from bench.report import table
-from services.engine.decoder import ForwardEntry
-from services.engine.demo_model import DEMO_NAMES, ensure_demo_model, resolve_model
-from services.engine.kv_pool import KvPool
-from services.engine.model import KERNELS, LlamaModel, ModelOptions
-from services.engine.model_config import ModelConfig
-from services.engine.quantization import QUANTIZED, Int8Weight, quantize_rows
-from services.engine.weights import Matrix, ModelWeights, load_weights
+from services.engine.demo.model import DEMO_NAMES, ensure_demo_model, resolve_model
+from services.engine.model.config import ModelConfig
+from services.engine.model.decoder import ForwardEntry
+from services.engine.model.kv_pool import KvPool
+from services.engine.model.llama import KERNELS, LlamaModel, ModelOptions
+from services.engine.model.quantization import QUANTIZED, Int8Weight, quantize_rows
+from services.engine.model.weights import Matrix, ModelWeights, load_weights
 
 PAGE = 16
 REFERENCE = "float32"

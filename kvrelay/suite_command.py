@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from kvrelay.errors import ConfigError
 
-MODULES: Mapping[str, str] = MappingProxyType({"profile": "services.engine.measure", "doctor": "services.engine.doctor"})
+MODULES: Mapping[str, str] = MappingProxyType({"profile": "services.engine.measure", "doctor": "services.engine.checks.doctor"})
 """Command: the module that carries it out."""
 HELP: Mapping[str, str] = MappingProxyType(
     {

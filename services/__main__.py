@@ -6,10 +6,10 @@ import asyncio
 import os
 import sys
 
-from services.engine.version import engine_version_text
+from services.engine.checks.version import engine_version_text
 from services.launcher.serve import serve
 from services.launcher.settings import SuiteSettings
-from services.runtime.config import load_settings
+from services.runtime.processes.settings import load_settings
 
 if __name__ == "__main__":
     settings = load_settings(SuiteSettings, sys.argv[1:], os.environ, "python -m services", engine_version_text)

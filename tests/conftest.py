@@ -36,7 +36,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def redis_server() -> Iterator[Any]:
     """A real, empty Redis of this test's own (`EmbeddedRedis`)."""
-    from services.runtime.embedded_redis import EmbeddedRedis
+    from services.runtime.registry.embedded_redis import EmbeddedRedis
 
     with EmbeddedRedis() as server:
         yield server

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvrelay.errors import ModelLoadError
-from services.engine.demo_model import default_cache_dir, ensure_demo_model, find_gguf
+from services.engine.demo.model import default_cache_dir, ensure_demo_model, find_gguf
 
 
 def demo_folder(dtype: str = "bfloat16") -> Path:

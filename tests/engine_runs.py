@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
-from services.engine.decoder import ForwardEntry
-from services.engine.kv_pool import KvPool
-from services.engine.model import LlamaModel, ModelOptions
-from services.engine.native.build import COMPILERS
+from services.engine.model.decoder import ForwardEntry
+from services.engine.model.kv_pool import KvPool
+from services.engine.model.llama import LlamaModel, ModelOptions
+from services.engine.model.native.build import COMPILERS
 
 MODES = {
     "float32": ModelOptions(torch.float32, torch.float32),

@@ -22,8 +22,8 @@ from services.launcher.plan import ProcessSpec, worker_processes
 from services.launcher.settings import SuiteSettings
 from services.launcher.suite import RunningSuite, running_suite
 from services.launcher.supervisor import Supervisor
-from services.runtime.embedded_redis import EmbeddedRedis
-from services.runtime.otlp_receiver import OtlpReceiver
+from services.runtime.registry.embedded_redis import EmbeddedRedis
+from services.runtime.telemetry.otlp_receiver import OtlpReceiver
 
 TEST_DEFAULTS: Mapping[str, Any] = {
     "port": 0,

@@ -37,6 +37,24 @@ MAY_IMPORT = {
 }
 """Downward only, and no service another service."""
 
+INNER_ROOMS = {
+    "engine": {
+        "demo": (),
+        "model": ("demo",),
+        "sampling": (),
+        "scheduling": ("api", "sampling"),
+        "cost": ("api", "model", "scheduling"),
+        "checks": ("cost", "demo", "model"),
+    },
+    "runtime": {
+        "telemetry": (),
+        "registry": ("clock", "ports"),
+        "rpc": ("offloop", "ports", "telemetry"),
+        "processes": ("offloop", "rpc", "telemetry"),
+    },
+}
+"""What the rooms of a larger one may import of it, files at its entrance included. Only the entrance sees them all."""
+
 
 @dataclass(frozen=True, slots=True)
 class Source:
@@ -133,6 +151,33 @@ def test_rooms_import_only_downward() -> None:
     assert not violations(rule)
 
 
+@pytest.mark.parametrize("house", sorted(INNER_ROOMS))
+def test_rooms_within_a_room_import_only_downward(house: str) -> None:
+    rooms = INNER_ROOMS[house]
+
+    def rule(source: Source) -> Iterator[str]:
+        if source.room != house or source.path.count("/") == 2:
+            return
+        inner = source.path.split("/")[2]
+        for line, module, _ in source.imports():
+            parts = module.split(".")
+            if is_under(module, f"services.{house}") and len(parts) > 2 and parts[2] != inner and parts[2] not in rooms[inner]:
+                yield f"{source.path}:{line}: {inner} imports {module}"
+
+    folders = {path.name for path in (ROOT / "services" / house).iterdir() if path.is_dir() and any(path.glob("*.py"))}
+    assert folders == set(rooms)
+    assert not violations(rule)
+
+
+def test_the_entrances_stay_few() -> None:
+    """What one meets first: the values, the facade and its threads, the ports; the rest has a room."""
+    entrances = {house: {path.stem for path in (ROOT / "services" / house).glob("[a-z]*.py")} for house in INNER_ROOMS}
+    assert entrances == {
+        "engine": {"api", "device_model", "engine", "measure", "runner", "settings", "stream"},
+        "runtime": {"clock", "offloop", "ports"},
+    }
+
+
 def test_torch_is_imported_by_the_engine_alone() -> None:
     def rule(source: Source) -> Iterator[str]:
         for line, module, _ in source.imports():
@@ -143,8 +188,8 @@ def test_torch_is_imported_by_the_engine_alone() -> None:
 
 
 def test_rooms_without_torch_reach_no_part_of_the_engine_that_has_it() -> None:
-    """`api` is values only, `early_check` what the launcher asks before it starts the rest of the engine in processes of its own."""
-    free = {"relay": ("services.engine.api",), "launcher": ("services.engine.api", "services.engine.early_check")}
+    """`api` is values only, `checks.early` what the launcher asks before it starts the rest of the engine in processes of its own."""
+    free = {"relay": ("services.engine.api",), "launcher": ("services.engine.api", "services.engine.checks.early")}
 
     def rule(source: Source) -> Iterator[str]:
         if source.room not in free:
@@ -157,7 +202,7 @@ def test_rooms_without_torch_reach_no_part_of_the_engine_that_has_it() -> None:
     assert not violations(rule)
 
 
-@pytest.mark.parametrize("module", ["api", "early_check"])
+@pytest.mark.parametrize("module", ["api", "checks.early"])
 def test_what_the_engine_has_for_others_is_free_of_torch(module: str) -> None:
     assert not loaded_by(f"services.engine.{module}") & {"torch", "numpy"}
 
@@ -185,7 +230,11 @@ EXTRA_GRPC = {"services/worker/host.py": "what the `__main__`s of prefill and de
 
 
 def test_the_environment_is_read_only_where_a_process_begins() -> None:
-    allowed = {"kvrelay/cli.py": "command line", "kvrelay/client.py": "default target", "services/runtime/entry.py": "for every `__main__`"}
+    allowed = {
+        "kvrelay/cli.py": "command line",
+        "kvrelay/client.py": "default target",
+        "services/runtime/processes/entry.py": "for every `__main__`",
+    }
 
     def rule(source: Source) -> Iterator[str]:
         if source.name == "__main__.py" or source.path in allowed or is_entry_point(source):
@@ -245,7 +294,7 @@ def test_domain_code_has_no_clock_of_its_own() -> None:
     """Pure cores are told what time it is."""
     pure = (
         "services/router/placement.py", "services/router/fleet.py", "services/kvstore/store.py", "services/relay/leases.py",
-        "services/engine/scheduler.py", "services/engine/block_manager.py", "services/launcher/plan.py",
+        "services/engine/scheduling/scheduler.py", "services/engine/scheduling/block_manager.py", "services/launcher/plan.py",
     )  # fmt: skip
 
     def rule(source: Source) -> Iterator[str]:

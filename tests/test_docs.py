@@ -11,7 +11,7 @@ import pytest
 
 from kvrelay import errors
 from services.launcher.settings import SuiteSettings
-from services.runtime import names
+from services.runtime.telemetry import names
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"

@@ -5,11 +5,11 @@ from __future__ import annotations
 from kvrelay.inference.v1 import decode_service_pb2_grpc
 from services.decode.decoder import Decoder
 from services.decode.service import DecodeServicer
-from services.engine.version import engine_version_text
+from services.engine.checks.version import engine_version_text
 from services.relay.puller import KvPuller
 from services.relay.transports.grpc import GrpcTransfer
 from services.runtime.clock import SystemClock
-from services.runtime.entry import run_service
+from services.runtime.processes.entry import run_service
 from services.worker.host import worker_host
 from services.worker.settings import WorkerSettings
 

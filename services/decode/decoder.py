@@ -12,9 +12,9 @@ from kvrelay.values import FinishReason, Usage, WorkerMarks
 from services.engine.api import Admitted, EnginePort, EngineRequest, EngineStream, Finished, PrefillProgress, TokenDrawn
 from services.relay.puller import KvPuller, PullResult
 from services.runtime.clock import Clock
-from services.runtime.deadline import remaining_s
 from services.runtime.offloop import assert_off_loop, run_off_loop
 from services.runtime.ports import DecodeAccepted, DecodeDone, DecodeEvent, DecodeToken, Job, KvReady
+from services.runtime.rpc.deadline import remaining_s
 from services.worker.phases import PhaseRecorder
 from services.worker.prefix import PrefixExchange
 

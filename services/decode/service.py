@@ -9,7 +9,7 @@ from typing import Any
 from kvrelay import wire
 from kvrelay.inference.v1 import decode_service_pb2, decode_service_pb2_grpc
 from services.decode.decoder import Decoder
-from services.runtime.wire import decode_event_to_proto, job_from_proto
+from services.runtime.rpc.wire import decode_event_to_proto, job_from_proto
 
 
 class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):

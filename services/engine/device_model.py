@@ -7,11 +7,11 @@ from collections.abc import Collection, Sequence
 import torch
 
 from kvrelay.values import SamplingParams
-from services.engine.core import StepEntry
-from services.engine.decoder import ForwardEntry
-from services.engine.kv_pool import KvPool
-from services.engine.model import LlamaModel
-from services.engine.sampler import SampledToken, sample
+from services.engine.model.decoder import ForwardEntry
+from services.engine.model.kv_pool import KvPool
+from services.engine.model.llama import LlamaModel
+from services.engine.sampling.sampler import SampledToken, sample
+from services.engine.scheduling.core import StepEntry
 from services.runtime.offloop import assert_off_loop
 
 

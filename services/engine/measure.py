@@ -18,21 +18,21 @@ from pathlib import Path
 import torch
 
 from kvrelay.errors import ConfigError, KvRelayError
-from services.engine.demo_model import resolve_model, served_name
+from services.engine.checks.version import engine_version_text
+from services.engine.cost.coefficients import Floors
+from services.engine.cost.profile import Profile, ProfiledModel, Setup
+from services.engine.cost.profiling import fit_points, measure, plans
+from services.engine.demo.model import resolve_model, served_name
 from services.engine.device_model import DeviceModel
-from services.engine.engine import BLOCK_SIZES, EngineSettings
-from services.engine.identity import identity_of, read_tokenizer_files
-from services.engine.kv_pool import KvPool
-from services.engine.model import load_model
-from services.engine.profile import Profile, ProfiledModel, Setup
-from services.engine.profiling import fit_points, measure, plans
-from services.engine.quantization import SCHEMES
-from services.engine.step_coefficients import Floors
-from services.engine.torch_decoder import TorchDecoder
-from services.engine.version import engine_version_text
-from services.runtime.config import load_settings, setting
-from services.runtime.machine import this_machine
-from services.runtime.version import installed
+from services.engine.model.identity import identity_of, read_tokenizer_files
+from services.engine.model.kv_pool import KvPool
+from services.engine.model.llama import load_model
+from services.engine.model.quantization import SCHEMES
+from services.engine.model.torch_decoder import TorchDecoder
+from services.engine.settings import BLOCK_SIZES, EngineSettings
+from services.runtime.processes.machine import this_machine
+from services.runtime.processes.settings import load_settings, setting
+from services.runtime.processes.version import installed
 
 Say = Callable[[str], None]
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from kvrelay.errors import ConfigError, KvRelayError
 from services.engine.api import BlockChanges, EngineEvent, EngineLoad, EngineRequest, Failed
-from services.engine.core import EngineCore
+from services.engine.scheduling.core import EngineCore
 
 log = logging.getLogger(__name__)
 

@@ -13,14 +13,14 @@ from services.kvstore.keeper import StoreKeeper
 from services.kvstore.service import SERVICE_NAME, KvStoreServicer
 from services.kvstore.store import BlockStore
 from services.runtime.clock import SystemClock
-from services.runtime.config import setting
-from services.runtime.entry import background, run_service
-from services.runtime.heartbeat import Heartbeat
 from services.runtime.ports import WorkerInfo, WorkerLoad
-from services.runtime.process import announce_ready, run_until_stopped
-from services.runtime.registry import RedisRegistry
-from services.runtime.server import ServiceServer
-from services.runtime.telemetry import Telemetry
+from services.runtime.processes.entry import background, run_service
+from services.runtime.processes.lifecycle import announce_ready, run_until_stopped
+from services.runtime.processes.settings import setting
+from services.runtime.registry.heartbeat import Heartbeat
+from services.runtime.registry.workers import RedisRegistry
+from services.runtime.rpc.server import ServiceServer
+from services.runtime.telemetry.tracing import Telemetry
 
 
 @dataclass(frozen=True, slots=True)

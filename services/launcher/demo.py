@@ -19,8 +19,8 @@ from services.launcher import waterfall
 from services.launcher.errors import StartError
 from services.launcher.settings import SuiteSettings
 from services.launcher.suite import RunningSuite, running_suite
-from services.runtime.config import load_settings, setting
-from services.runtime.otlp_receiver import OtlpReceiver
+from services.runtime.processes.settings import load_settings, setting
+from services.runtime.telemetry.otlp_receiver import OtlpReceiver
 
 DOCUMENT = Path(__file__).with_name("document.txt")
 TRACE_TIMEOUT_S = 10.0

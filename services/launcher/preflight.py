@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvrelay.errors import ConfigError
-from services.engine import early_check
+from services.engine.checks.early import check_kernels, check_model, check_profile
 from services.launcher.plan import worker_processes
 from services.launcher.settings import SuiteSettings
 
@@ -15,15 +15,15 @@ from services.launcher.settings import SuiteSettings
 def check_settings(settings: SuiteSettings, cores: Sequence[int]) -> None:
     """Raises `ConfigError` for what shows without the model. `cores`: what this process may run on; empty: unknown."""
     worker_processes(settings, "", "", cores)
-    early_check.check_kernels(settings.kernels, Path(settings.cache_dir).expanduser())
-    early_check.check_profile(settings.profile)
+    check_kernels(settings.kernels, Path(settings.cache_dir).expanduser())
+    check_profile(settings.profile)
     if settings.explain_schedule:
         check_writable("--explain-schedule", settings.explain_schedule)
 
 
-def check_model(settings: SuiteSettings) -> None:
+def check_chosen_model(settings: SuiteSettings) -> None:
     """Raises `ModelLoadError` or `ConfigError` for what shows once `settings.model` is a folder."""
-    early_check.check_model(
+    check_model(
         Path(settings.model),
         dtype=settings.dtype,
         kv_dtype=settings.kv_dtype,

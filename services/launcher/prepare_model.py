@@ -13,13 +13,13 @@ import sys
 from pathlib import Path
 
 from kvrelay.errors import ModelLoadError
-from services.runtime.signals import unwound_by_sigterm
+from services.runtime.processes.signals import unwound_by_sigterm
 
 
 def main(name: str, cache_dir: str, dtype: str, kernels: str) -> int:
     """Prints {"path": folder, "name": what requests call it} and returns 0, or {"error": message} and returns 1."""
-    from services.engine.demo_model import resolve_model, served_name
-    from services.engine.native.build import NativeKernelsUnavailable, library_path
+    from services.engine.demo.model import resolve_model, served_name
+    from services.engine.model.native.build import NativeKernelsUnavailable, library_path
 
     cache = Path(cache_dir).expanduser()
     if kernels != "torch":

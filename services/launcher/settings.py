@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvrelay.errors import ConfigError
-from services.runtime.config import setting
+from services.runtime.processes.settings import setting
 
 MAX_BLOCK_SIZE = 512
 
@@ -77,7 +77,7 @@ class SuiteSettings:
             raise ConfigError(f"--block-size (tokens) must be a power of two, got {self.block_size}")
         if self.redis_url:
             # Imported only for a Redis that is not ours: redis-py takes longer to import than all else here.
-            from services.runtime.registry import redis_client
+            from services.runtime.registry.workers import redis_client
 
             redis_client(self.redis_url)
         if self.max_num_seqs > self.max_num_batched_tokens:

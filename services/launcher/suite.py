@@ -18,10 +18,10 @@ from kvrelay.errors import DeadlineExceededError, KvRelayError, UnavailableError
 from services.launcher.child import child_environ, describe_exit, end
 from services.launcher.errors import StartError
 from services.launcher.plan import router_processes, store_processes, worker_processes
-from services.launcher.preflight import check_model, check_settings, check_writable
+from services.launcher.preflight import check_chosen_model, check_settings, check_writable
 from services.launcher.settings import SuiteSettings
 from services.launcher.supervisor import RestartPolicy, Supervisor, check_listening, supervising
-from services.runtime.embedded_redis import EmbeddedRedis
+from services.runtime.registry.embedded_redis import EmbeddedRedis
 
 REDIS_CHECK_S = 1.0
 PREPARE_GRACE_S = 5.0
@@ -60,7 +60,7 @@ async def running_suite(settings: SuiteSettings, environ: Mapping[str, str], rep
     check_listening(settings.host, settings.port)
     with _log_folder(settings.log_dir, report) as log_dir:
         settings = await resolve_model(settings, environ, report)
-        check_model(settings)
+        check_chosen_model(settings)
         async with _running(settings, environ, log_dir, report) as suite:
             yield suite
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvrelay.values import Timings
-from services.runtime import names
+from services.runtime.telemetry import names
 
 NS_PER_MS = 1e6
 TOLERANCE_MS = 1.0

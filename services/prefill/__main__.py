@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from kvrelay.inference.v1 import prefill_service_pb2_grpc
 from kvrelay.kv.v1 import transfer_service_pb2_grpc
-from services.engine.version import engine_version_text
+from services.engine.checks.version import engine_version_text
 from services.prefill.prefiller import Prefiller
 from services.prefill.service import PrefillServicer
 from services.relay.holder import KvHolder
 from services.relay.service import SERVICE_NAME as TRANSFER_SERVICE
 from services.relay.service import KvTransferServicer
 from services.runtime.clock import SystemClock
-from services.runtime.entry import run_service
+from services.runtime.processes.entry import run_service
 from services.worker.host import worker_host
 from services.worker.settings import WorkerSettings
 

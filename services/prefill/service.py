@@ -8,7 +8,7 @@ from typing import Any
 
 from kvrelay.inference.v1 import prefill_service_pb2, prefill_service_pb2_grpc
 from services.prefill.prefiller import Prefiller
-from services.runtime.wire import job_from_proto, prefill_event_to_proto
+from services.runtime.rpc.wire import job_from_proto, prefill_event_to_proto
 
 
 class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):

@@ -15,14 +15,14 @@ from services.router.placement import Mode, Policy
 from services.router.service import SERVICE_NAME, RouterServicer
 from services.router.settings import RouterSettings
 from services.router.tokenization import Tokenizers
-from services.runtime.adapters import GrpcWorkers
-from services.runtime.channels import ChannelPool
 from services.runtime.clock import SystemClock
-from services.runtime.entry import background, run_service
-from services.runtime.process import announce_ready, run_until_stopped
-from services.runtime.registry_feed import RedisFleetFeed
-from services.runtime.server import ServiceServer
-from services.runtime.telemetry import Telemetry
+from services.runtime.processes.entry import background, run_service
+from services.runtime.processes.lifecycle import announce_ready, run_until_stopped
+from services.runtime.registry.feed import RedisFleetFeed
+from services.runtime.rpc.adapters import GrpcWorkers
+from services.runtime.rpc.channels import ChannelPool
+from services.runtime.rpc.server import ServiceServer
+from services.runtime.telemetry.tracing import Telemetry
 
 
 async def serve(settings: RouterSettings) -> None:

@@ -36,10 +36,10 @@ from services.router.request import (
     Unplaceable,
 )
 from services.router.tokenization import EncodedPrompt
-from services.runtime import names
 from services.runtime.clock import Clock
 from services.runtime.ports import Job, WorkersPort
-from services.runtime.telemetry import Telemetry, current
+from services.runtime.telemetry import names
+from services.runtime.telemetry.tracing import Telemetry, current
 
 log = logging.getLogger(__name__)
 

@@ -20,10 +20,10 @@ from services.router.placement import Policy, PromptShape
 from services.router.timeline import RouterMarks, timings
 from services.router.tokenization import Tokenizers
 from services.router.validation import GenerateCommand, check_against_model, check_command, fit
-from services.runtime import names
 from services.runtime.clock import Clock
 from services.runtime.ports import Job, WorkersPort
-from services.runtime.telemetry import Telemetry, current
+from services.runtime.telemetry import names
+from services.runtime.telemetry.tracing import Telemetry, current
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from services.router.orchestrator import Completed, GenerateEvent, Orchestrator,
 from services.router.placement import Mode
 from services.router.validation import MAX_MESSAGES, ChatPrompt, GenerateCommand, Prompt, TextPrompt, TokenPrompt
 from services.runtime.clock import Clock
-from services.runtime.deadline import remaining_s
-from services.runtime.wire import worker_info_to_proto
+from services.runtime.rpc.deadline import remaining_s
+from services.runtime.rpc.wire import worker_info_to_proto
 
 SERVICE_NAME = "kvrelay.inference.v1.RouterService"
 MAX_PAGE_SIZE = 1000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.runtime.config import setting
+from services.runtime.processes.settings import setting
 
 
 @dataclass(frozen=True, slots=True)

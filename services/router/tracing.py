@@ -14,9 +14,9 @@ from kvrelay.errors import KvRelayError
 from kvrelay.values import Completion
 from services.router.placement import Mode, Plan, Split
 from services.router.validation import ChatPrompt, GenerateCommand
-from services.runtime import names
 from services.runtime.ports import Job
-from services.runtime.telemetry import Attributes, AttributeValue, Telemetry, ending, transfer_attributes
+from services.runtime.telemetry import names
+from services.runtime.telemetry.tracing import Attributes, AttributeValue, Telemetry, ending, transfer_attributes
 
 NS_PER_S = 1_000_000_000
 

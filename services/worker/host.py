@@ -14,19 +14,20 @@ from pathlib import Path
 
 from kvrelay.errors import InternalError
 from kvrelay.inference.v1 import worker_service_pb2_grpc
-from services.engine.demo_model import resolve_model, served_name
-from services.engine.engine import Engine, EngineSettings
+from services.engine.demo.model import resolve_model, served_name
+from services.engine.engine import Engine
+from services.engine.settings import EngineSettings
 from services.relay.store_client import BlockStoreClient
 from services.relay.transports.grpc import GrpcStore
-from services.runtime.channels import ChannelPool
-from services.runtime.entry import background
-from services.runtime.heartbeat import Heartbeat
 from services.runtime.offloop import assert_off_loop, run_off_loop
 from services.runtime.ports import Topology, WorkerInfo, WorkerLoad
-from services.runtime.process import announce_ready, run_until_stopped
-from services.runtime.registry import RedisRegistry
-from services.runtime.server import ServiceServer
-from services.runtime.telemetry import Telemetry
+from services.runtime.processes.entry import background
+from services.runtime.processes.lifecycle import announce_ready, run_until_stopped
+from services.runtime.registry.heartbeat import Heartbeat
+from services.runtime.registry.workers import RedisRegistry
+from services.runtime.rpc.channels import ChannelPool
+from services.runtime.rpc.server import ServiceServer
+from services.runtime.telemetry.tracing import Telemetry
 from services.worker.phases import PhaseRecorder
 from services.worker.prefix import PrefixExchange
 from services.worker.service import WorkerServicer

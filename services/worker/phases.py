@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from kvrelay.values import TransferStats, Usage, WorkerMarks
 from services.engine.api import PrefillProgress
-from services.runtime import names
-from services.runtime.telemetry import Attributes, Telemetry, current_traceparent, transfer_attributes
+from services.runtime.telemetry import names
+from services.runtime.telemetry.tracing import Attributes, Telemetry, current_traceparent, transfer_attributes
 
 
 class PhaseRecorder:

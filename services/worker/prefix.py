@@ -11,9 +11,9 @@ from kvrelay.values import StopConditions
 from services.engine.api import Admitted, EnginePort, EngineRequest, EngineStream
 from services.relay.store_client import BlockStoreClient
 from services.runtime.clock import Clock, SystemClock
-from services.runtime.deadline import remaining_s
 from services.runtime.offloop import assert_off_loop, run_off_loop
 from services.runtime.ports import Job
+from services.runtime.rpc.deadline import remaining_s
 from services.worker.phases import PhaseTrace
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from kvrelay.errors import TokenizerNotFoundError
 from kvrelay.inference.v1 import worker_service_pb2, worker_service_pb2_grpc
 from services.engine.api import EngineLoad
 from services.runtime.ports import WorkerInfo
-from services.runtime.wire import worker_details_to_proto
+from services.runtime.rpc.wire import worker_details_to_proto
 
 CHUNK_BYTES = 1 << 20
 

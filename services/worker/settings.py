@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvrelay.errors import ConfigError
-from services.engine.policies import ORDERS, POLICIES
-from services.runtime.config import setting
+from services.engine.scheduling.policies import ORDERS, POLICIES
+from services.runtime.processes.settings import setting
 
 
 @dataclass(frozen=True, slots=True)

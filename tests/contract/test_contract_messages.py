@@ -10,7 +10,6 @@ import pytest
 
 from kvrelay import errors, values, wire
 from kvrelay.handle import HandleState, KvHandle, KvLayout, KvSegment, Lease, ModelIdentity, PeerLocation, StoreLocation
-from services.runtime import wire as service_wire
 from services.runtime.ports import (
     DecodeAccepted,
     DecodeDone,
@@ -23,6 +22,7 @@ from services.runtime.ports import (
     WorkerInfo,
     WorkerLoad,
 )
+from services.runtime.rpc import wire as service_wire
 
 HASHING = json.loads((Path(__file__).parent / "hashing.json").read_text(encoding="utf-8"))
 VECTORS: dict[str, str] = json.loads((Path(__file__).parent / "messages.json").read_text(encoding="utf-8"))

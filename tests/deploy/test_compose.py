@@ -24,9 +24,9 @@ from services.launcher.plan import router_processes, store_processes, worker_pro
 from services.launcher.settings import SuiteSettings
 from services.launcher.suite import wait_until_answering
 from services.router.settings import RouterSettings
-from services.runtime.config import parse_settings
-from services.runtime.embedded_redis import EmbeddedRedis
-from services.runtime.otlp_receiver import OtlpReceiver
+from services.runtime.processes.settings import parse_settings
+from services.runtime.registry.embedded_redis import EmbeddedRedis
+from services.runtime.telemetry.otlp_receiver import OtlpReceiver
 from services.worker.settings import WorkerSettings
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -70,7 +70,7 @@ def test_workers_carry_torch_of_the_version_the_suite_is_tested_with(role: str) 
 @pytest.mark.parametrize("role", ROLES)
 def test_images_run_as_an_ordinary_user_with_a_health_check(role: str) -> None:
     assert all_of(role, "USER")[-1] not in ("root", "0")
-    assert "services.runtime.probe" in all_of(role, "HEALTHCHECK")[-1]
+    assert "services.runtime.rpc.probe" in all_of(role, "HEALTHCHECK")[-1]
     assert f"services.{role}" in all_of(role, "CMD")[-1]
 
 

@@ -13,14 +13,14 @@ from tokenizers import Tokenizer
 
 from kvrelay.values import SamplingParams, StopConditions, Token
 from services.engine.api import Admitted, EngineEvent, EngineRequest, Finished, TokenDrawn
-from services.engine.block_manager import BlockManager
-from services.engine.core import EngineCore
-from services.engine.detokenizer import TokenBytes
 from services.engine.device_model import DeviceModel
-from services.engine.kv_pool import KvPool
-from services.engine.model import LlamaModel, load_model
-from services.engine.scheduler import SchedulerLimits
-from services.engine.validation import RequestLimits
+from services.engine.model.kv_pool import KvPool
+from services.engine.model.llama import LlamaModel, load_model
+from services.engine.sampling.detokenizer import TokenBytes
+from services.engine.scheduling.block_manager import BlockManager
+from services.engine.scheduling.core import EngineCore
+from services.engine.scheduling.scheduler import SchedulerLimits
+from services.engine.scheduling.validation import RequestLimits
 from tests.engine_runs import KERNELS, MODES, options
 from tests.tiny_models import FAMILIES, write_tiny_model
 

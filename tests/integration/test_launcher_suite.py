@@ -12,7 +12,7 @@ import pytest
 
 from kvrelay.errors import ModelLoadError
 from services.launcher.child import ROOT, child_environ
-from services.runtime import names
+from services.runtime.telemetry import names
 from tests.suite import Suite
 
 PROMPT = [5 + i % 290 for i in range(300)]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from services.engine.model import LlamaModel, load_model
+from services.engine.model.llama import LlamaModel, load_model
 from tests.demo_model import demo_folder
 from tests.engine_runs import KERNELS, MODES, PagedRun, PagedSequence, options, random_ids
 from tests.tiny_models import FAMILIES, write_tiny_model

@@ -12,8 +12,9 @@ from kvrelay import cli, suite_command
 from kvrelay.errors import ConfigError
 from services.engine import measure
 from services.engine.api import EngineRequest, Failed
-from services.engine.engine import Engine, EngineSettings
-from services.engine.profile import read_profile
+from services.engine.cost.profile import read_profile
+from services.engine.engine import Engine
+from services.engine.settings import EngineSettings
 from tests.tiny_models import write_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,9 +13,9 @@ from tokenizers import Tokenizer
 from bench import exactness as command
 from bench.exact_runs import Exactness
 from bench.random_requests import differences
-from services.engine.decoder import ForwardEntry
-from services.engine.kv_pool import KvPool
-from services.engine.model import load_model
+from services.engine.model.decoder import ForwardEntry
+from services.engine.model.kv_pool import KvPool
+from services.engine.model.llama import load_model
 from tests.demo_model import demo_folder
 from tests.engine_runs import KERNELS, MODES, options
 from tests.tiny_models import write_tiny_model

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvrelay import hashing
-from services.engine.block_manager import BlockManager, BlockTable
+from services.engine.scheduling.block_manager import BlockManager, BlockTable
 
 PAGES, BLOCK = 12, 2
 FINGERPRINT = b"p" * 32

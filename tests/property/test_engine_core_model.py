@@ -18,10 +18,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvrelay.errors import OverloadedError
 from kvrelay.values import SamplingParams, StopConditions
 from services.engine.api import Admitted, EngineRequest, Finished, PrefillProgress, TokenDrawn
-from services.engine.policies import ORDERS, POLICIES
-from services.engine.scheduler import StepPlan
-from services.engine.sequence import Phase, SequenceState
-from services.engine.step_cost import StepShape
+from services.engine.scheduling.policies import ORDERS, POLICIES
+from services.engine.scheduling.scheduler import StepPlan
+from services.engine.scheduling.sequence import Phase, SequenceState
+from services.engine.scheduling.step_cost import StepShape
 from tests.unit.engine_core.fakes import VOCAB_SIZE, Bench, LinearCost, expected_answer
 
 SHARED = [7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18]

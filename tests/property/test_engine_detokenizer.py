@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from kvrelay.errors import ModelLoadError
-from services.engine.detokenizer import AnswerText, Detokenizer, StopStrings, TokenBytes
+from services.engine.sampling.detokenizer import AnswerText, Detokenizer, StopStrings, TokenBytes
 from tests.tiny_models import write_tiny_tokenizer
 from tests.unit.engine_core.fakes import byte_tokens, ids_of
 

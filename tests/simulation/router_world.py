@@ -43,7 +43,7 @@ from services.runtime.ports import (
     WorkerInfo,
     WorkerLoad,
 )
-from services.runtime.telemetry import Telemetry
+from services.runtime.telemetry.tracing import Telemetry
 from tests.simulation.virtual_time import LoopClock
 
 LAYOUT = KvLayout(layers=2, kv_heads=2, head_dim=16, block_size=16, dtype="float32")

@@ -28,7 +28,7 @@ from services.relay.transfer import (
     SegmentStart,
     StoreWrite,
 )
-from services.runtime.adapters import Channels
+from services.runtime.rpc.adapters import Channels
 
 
 def pull_request_to_proto(value: PullRequest) -> pb.PullKvRequest:

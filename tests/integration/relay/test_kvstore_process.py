@@ -21,10 +21,10 @@ from kvrelay.kv.v1 import kv_store_service_pb2 as pb
 from kvrelay.kv.v1 import kv_store_service_pb2_grpc
 from services.relay.store_client import BlockStoreClient
 from services.relay.transports.grpc import GrpcStore
-from services.runtime.channels import ChannelPool
 from services.runtime.ports import FleetSnapshot, WorkerGone, WorkerInfo, WorkerSeen
-from services.runtime.registry_feed import RedisFleetFeed
-from services.runtime.telemetry import Telemetry
+from services.runtime.registry.feed import RedisFleetFeed
+from services.runtime.rpc.channels import ChannelPool
+from services.runtime.telemetry.tracing import Telemetry
 from tests.unit.relay.relay_kit import IDENTITY, WIDE_LAYOUT, FakePages, tokens
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -32,10 +32,10 @@ from services.relay.service import SERVICE_NAME, KvTransferServicer
 from services.relay.transfer import PullEnd, PullEvent, SegmentChunk, SegmentStart, TransferPort
 from services.relay.transports.grpc import GrpcTransfer
 from services.relay.transports.memory import MemoryTransfer
-from services.runtime.channels import ChannelPool
 from services.runtime.clock import ManualClock
-from services.runtime.server import ServiceServer
-from services.runtime.telemetry import Telemetry
+from services.runtime.rpc.channels import ChannelPool
+from services.runtime.rpc.server import ServiceServer
+from services.runtime.telemetry.tracing import Telemetry
 from tests.unit.relay.faults import cut, flip, stall
 from tests.unit.relay.relay_kit import (
     BIG_LAYOUT,

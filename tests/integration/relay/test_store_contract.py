@@ -32,10 +32,10 @@ from services.kvstore.store import BlockStore
 from services.relay.store_client import BlockStoreClient
 from services.relay.transfer import ReadEvent, SegmentChunk, SegmentEvent, SegmentStart, StorePort, StoreWrite
 from services.relay.transports.grpc import GrpcStore
-from services.runtime.channels import ChannelPool
 from services.runtime.clock import ManualClock
-from services.runtime.server import ServiceServer
-from services.runtime.telemetry import Telemetry
+from services.runtime.rpc.channels import ChannelPool
+from services.runtime.rpc.server import ServiceServer
+from services.runtime.telemetry.tracing import Telemetry
 from tests.unit.relay.relay_kit import BIG_LAYOUT, IDENTITY, LAYOUT, WIDE_LAYOUT, FakePages, MemoryStore, tokens, until
 
 

@@ -31,14 +31,14 @@ from services.router.orchestrator import Orchestrator
 from services.router.placement import Mode, Policy
 from services.router.service import SERVICE_NAME, RouterServicer
 from services.router.tokenization import Tokenizers
-from services.runtime.adapters import GrpcWorkers
-from services.runtime.channels import ChannelPool
 from services.runtime.clock import SystemClock
-from services.runtime.entry import background
 from services.runtime.ports import FleetEvent, FleetSnapshot, WorkerInfo
-from services.runtime.server import ServiceServer
-from services.runtime.telemetry import Telemetry
-from services.runtime.wire import decode_event_to_proto, job_from_proto, prefill_event_to_proto
+from services.runtime.processes.entry import background
+from services.runtime.rpc.adapters import GrpcWorkers
+from services.runtime.rpc.channels import ChannelPool
+from services.runtime.rpc.server import ServiceServer
+from services.runtime.rpc.wire import decode_event_to_proto, job_from_proto, prefill_event_to_proto
+from services.runtime.telemetry.tracing import Telemetry
 from tests.simulation.router_world import Call, Fault, ScriptedWorkers
 
 

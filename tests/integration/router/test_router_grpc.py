@@ -39,8 +39,8 @@ from kvrelay.inference.v1 import generation_pb2, router_service_pb2, router_serv
 from kvrelay.values import FinishReason, SamplingParams, StopConditions
 from services.router.admission import AdmissionLimits
 from services.router.placement import Mode
-from services.runtime import names
 from services.runtime.ports import FleetSnapshot, RegistryLost, WorkerGone, WorkerSeen
+from services.runtime.telemetry import names
 from tests.integration.router.router_kit import Scene, scene
 from tests.simulation.router_world import IDENTITY, VOCAB, Call, Fault, answer_of, worker
 

@@ -21,7 +21,7 @@ import kvrelay
 from kvrelay.errors import KvRelayError, NoWorkerError
 from kvrelay.values import SamplingParams, StopConditions
 from services.runtime.ports import WorkerLoad
-from services.runtime.registry import RedisRegistry
+from services.runtime.registry.workers import RedisRegistry
 from tests.integration.router.router_kit import scene
 from tests.simulation.router_world import answer_of, worker
 

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from services.runtime.embedded_redis import EmbeddedRedis
-from services.runtime.heartbeat import Heartbeat
 from services.runtime.ports import BlocksChanged, FleetEvent, FleetSnapshot, RegistryLost, WorkerGone, WorkerInfo, WorkerLoad, WorkerSeen
-from services.runtime.registry import RedisRegistry
-from services.runtime.registry_codec import Keys
-from services.runtime.registry_feed import RedisFleetFeed
+from services.runtime.registry.codec import Keys
+from services.runtime.registry.embedded_redis import EmbeddedRedis
+from services.runtime.registry.feed import RedisFleetFeed
+from services.runtime.registry.heartbeat import Heartbeat
+from services.runtime.registry.workers import RedisRegistry
 
 TTL_S = 2.0
 INTERVAL_S = 0.2

@@ -8,8 +8,8 @@ import time
 import pytest
 from opentelemetry.trace import SpanKind
 
-from services.runtime.otlp_receiver import OtlpReceiver
-from services.runtime.telemetry import Telemetry, current_trace_id, current_traceparent
+from services.runtime.telemetry.otlp_receiver import OtlpReceiver
+from services.runtime.telemetry.tracing import Telemetry, current_trace_id, current_traceparent
 from tests.integration.runtime.grpc_echo import SERVICE, Recorder, serve
 
 

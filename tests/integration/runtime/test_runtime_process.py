@@ -18,9 +18,9 @@ ROOT = Path(__file__).parents[3]
 
 SERVICE = """
 import asyncio, sys
-from services.runtime.process import announce_ready, exit_with_parent, run_until_stopped
-from services.runtime.server import ServiceServer
-from services.runtime.telemetry import Telemetry
+from services.runtime.processes.lifecycle import announce_ready, exit_with_parent, run_until_stopped
+from services.runtime.rpc.server import ServiceServer
+from services.runtime.telemetry.tracing import Telemetry
 
 async def main():
     server = ServiceServer("test", Telemetry.disabled(), drain_grace_s=1.0)

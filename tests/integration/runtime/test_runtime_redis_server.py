@@ -11,8 +11,8 @@ import pytest
 import redis as redis_sync
 
 from kvrelay.errors import ConfigError, UnavailableError
-from services.runtime import embedded_redis
-from services.runtime.embedded_redis import EmbeddedRedis, server_binary
+from services.runtime.registry import embedded_redis
+from services.runtime.registry.embedded_redis import EmbeddedRedis, server_binary
 
 
 def client(server: EmbeddedRedis) -> Any:

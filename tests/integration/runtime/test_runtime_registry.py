@@ -13,10 +13,10 @@ from redis.asyncio import Redis
 
 from kvrelay.errors import StaleIncarnationError, UnavailableError
 from kvrelay.handle import KvLayout, ModelIdentity
-from services.runtime.embedded_redis import EmbeddedRedis
 from services.runtime.ports import Topology, WorkerInfo, WorkerLoad
-from services.runtime.registry import RedisRegistry
-from services.runtime.registry_codec import Keys
+from services.runtime.registry.codec import Keys
+from services.runtime.registry.embedded_redis import EmbeddedRedis
+from services.runtime.registry.workers import RedisRegistry
 
 # An incarnation that a floating-point number cannot tell from its neighbour.
 LIFE = 1_800_000_000_000_000_001

@@ -13,9 +13,9 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from kvrelay import errors
 from kvrelay.wire import error_from_rpc
-from services.runtime.deadline import remaining_s
-from services.runtime.server import ServiceServer
-from services.runtime.telemetry import Telemetry
+from services.runtime.rpc.deadline import remaining_s
+from services.runtime.rpc.server import ServiceServer
+from services.runtime.telemetry.tracing import Telemetry
 from tests.integration.runtime.grpc_echo import SERVICE, Served, serve
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING

@@ -12,8 +12,8 @@ import pytest
 from opentelemetry.trace import StatusCode
 
 from kvrelay import errors
-from services.runtime import names
-from services.runtime.telemetry import current_trace_id
+from services.runtime.telemetry import names
+from services.runtime.telemetry.tracing import current_trace_id
 from tests.integration.runtime.grpc_echo import SERVICE, Recorder, serve
 
 KINDS = ["unary", "stream", "collect", "chat"]

@@ -28,7 +28,7 @@ from kvrelay.inference.v1 import (
     worker_service_pb2_grpc,
 )
 from kvrelay.kv.v1 import handle_pb2, kv_store_service_pb2, kv_store_service_pb2_grpc, transfer_service_pb2, transfer_service_pb2_grpc
-from services.engine.model import ModelOptions, load_model
+from services.engine.model.llama import ModelOptions, load_model
 from tests.engine_runs import PagedRun
 from tests.suite import Suite
 

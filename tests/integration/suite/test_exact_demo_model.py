@@ -13,8 +13,8 @@ import torch
 from tokenizers import Tokenizer
 
 from services.launcher.demo import DOCUMENT
-from services.runtime import names
 from services.runtime.offloop import run_off_loop
+from services.runtime.telemetry import names
 from tests.demo_model import demo_folder
 from tests.integration.suite.paths_kit import PATHS, Ask, Fleet, Seen, differences, fleet_of_models
 

@@ -11,7 +11,7 @@ import pytest_asyncio
 import torch
 
 from services.engine.api import EngineRequest
-from services.engine.model import DTYPES, ModelOptions, load_model
+from services.engine.model.llama import DTYPES, ModelOptions, load_model
 from services.runtime.offloop import run_off_loop
 from tests.integration.suite.paths_kit import Ask, Fleet, Seen, differences, fleet_of_models
 from tests.integration.test_engine import Worker, random_requests

@@ -19,7 +19,7 @@ import pytest_asyncio
 from kvrelay import AsyncClient
 from kvrelay.inference.v1 import prefill_service_pb2
 from services.launcher import waterfall
-from services.runtime import names
+from services.runtime.telemetry import names
 from tests.integration.suite.fault_kit import Wire, handle_from, in_the_middle, job_for, ledger, pull_request, read_until
 from tests.integration.suite.paths_kit import Ask, Fleet, fleet, see
 from tests.tiny_models import write_tiny_model

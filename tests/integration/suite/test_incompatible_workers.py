@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from kvrelay.fleet import FieldDifference
-from services.engine.native.build import COMPILERS
+from services.engine.model.native.build import COMPILERS
 from services.launcher.child import ROOT
 from tests.integration.suite.fault_kit import (
     Outcome,

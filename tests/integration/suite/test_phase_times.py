@@ -14,8 +14,8 @@ import pytest_asyncio
 from kvrelay import hashing, wire
 from kvrelay.kv.v1 import kv_store_service_pb2
 from services.launcher import waterfall
-from services.runtime import names
-from services.runtime.otlp_receiver import ReceivedSpan
+from services.runtime.telemetry import names
+from services.runtime.telemetry.otlp_receiver import ReceivedSpan
 from tests.integration.suite.fault_kit import Wire, eventually
 from tests.integration.suite.paths_kit import Ask, Fleet, Seen, fleet
 from tests.tiny_models import write_tiny_model

@@ -25,7 +25,7 @@ async def test_the_process_ends_with_its_engine(
             def broken(*_: object) -> None:
                 raise RuntimeError("broken on purpose")
 
-            monkeypatch.setattr("services.engine.core.EngineCore.step", broken)
+            monkeypatch.setattr("services.engine.scheduling.core.EngineCore.step", broken)
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(host.serve())
                 tasks.create_task(_one_request(host.engine))

@@ -22,15 +22,16 @@ from kvrelay.handle import KvLayout, KvSegment
 from kvrelay.values import ChatMessage, SamplingParams, StopConditions
 from services.decode.decoder import Decoder
 from services.engine.api import EngineRequest
-from services.engine.block_manager import BlockManager
-from services.engine.core import EngineCore, StepEntry
-from services.engine.detokenizer import TokenBytes
 from services.engine.device_model import DeviceModel
-from services.engine.engine import Engine, EngineSettings
-from services.engine.kv_pool import KvPool
-from services.engine.model import LlamaModel, load_model
-from services.engine.scheduler import SchedulerLimits
-from services.engine.validation import RequestLimits
+from services.engine.engine import Engine
+from services.engine.model.kv_pool import KvPool
+from services.engine.model.llama import LlamaModel, load_model
+from services.engine.sampling.detokenizer import TokenBytes
+from services.engine.scheduling.block_manager import BlockManager
+from services.engine.scheduling.core import EngineCore, StepEntry
+from services.engine.scheduling.scheduler import SchedulerLimits
+from services.engine.scheduling.validation import RequestLimits
+from services.engine.settings import EngineSettings
 from services.kvstore.memory import verified_block
 from services.relay import copying
 from services.router import tokenization

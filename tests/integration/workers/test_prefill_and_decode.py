@@ -23,13 +23,13 @@ from kvrelay.errors import (
 from kvrelay.handle import KvHandle
 from kvrelay.values import FinishReason, SamplingParams, StopConditions
 from services.decode.decoder import Decoder
-from services.engine.engine import Engine, EngineSettings
+from services.engine.engine import Engine
+from services.engine.settings import EngineSettings
 from services.prefill.prefiller import Prefiller
 from services.relay.holder import KvHolder
 from services.relay.puller import KvPuller
 from services.relay.transports.memory import MemoryTransfer
 from services.runtime.clock import ManualClock, SystemClock
-from services.runtime.entry import background
 from services.runtime.ports import (
     DecodeDone,
     DecodeEvent,
@@ -41,7 +41,8 @@ from services.runtime.ports import (
     PrefillDone,
     PrefillEvent,
 )
-from services.runtime.telemetry import Telemetry
+from services.runtime.processes.entry import background
+from services.runtime.telemetry.tracing import Telemetry
 from services.worker.phases import PhaseRecorder
 from services.worker.prefix import PrefixExchange
 

@@ -12,7 +12,8 @@ import pytest
 
 from kvrelay.values import SamplingParams, StopConditions
 from services.engine.api import Admitted, EngineRequest
-from services.engine.engine import Engine, EngineSettings
+from services.engine.engine import Engine
+from services.engine.settings import EngineSettings
 from services.runtime.ports import Job
 from services.worker import prefix
 from services.worker.prefix import PrefixExchange

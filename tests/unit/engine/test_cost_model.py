@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.engine.cost_model import BUCKETS, LEAST_STEPS, StepCostModel, fitted
-from services.engine.step_coefficients import ROW_KNOTS, Floors, StepCoefficients, work
-from services.engine.step_cost import StepShape
+from services.engine.cost.coefficients import ROW_KNOTS, Floors, StepCoefficients, work
+from services.engine.cost.learner import BUCKETS, LEAST_STEPS, StepCostModel, fitted
+from services.engine.scheduling.step_cost import StepShape
 
 FLOORS = Floors(
     layer_bytes=212_000_000,

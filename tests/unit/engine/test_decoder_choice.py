@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from kvrelay.errors import ConfigError
-from services.engine.decoder import ForwardEntry
-from services.engine.exactness_check import probe_model
-from services.engine.kv_pool import KvPool
-from services.engine.model import DTYPES, ModelOptions, load_model
+from services.engine.checks.exactness import probe_model
+from services.engine.model.decoder import ForwardEntry
+from services.engine.model.kv_pool import KvPool
+from services.engine.model.llama import DTYPES, ModelOptions, load_model
 from tests.engine_runs import KERNELS, MODES, options
 from tests.tiny_models import write_tiny_model
 

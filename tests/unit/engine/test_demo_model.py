@@ -14,8 +14,8 @@ from types import SimpleNamespace
 import pytest
 
 from kvrelay.errors import ModelLoadError
-from services.engine import demo_model
-from services.engine.demo_model import ensure_demo_model, resolve_model, served_name
+from services.engine.demo import model as demo_model
+from services.engine.demo.model import ensure_demo_model, resolve_model, served_name
 
 
 def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_a_conversion_that_is_interrupted_leaves_nothing(tmp_path: Path, number:
     code = """
 import sys, time
 from pathlib import Path
-from services.engine import demo_model
+from services.engine.demo import model as demo_model
 def convert(source, folder, dtype):
     (folder / "config.json").write_text("{}")
     print("converting", flush=True)

@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 
 from kvrelay.errors import ConfigError, UnavailableError
-from services.engine import doctor, exactness_check, start_check
-from services.engine.doctor import DoctorSettings, Finding, examine, main
-from services.engine.exactness_check import probe_model
-from services.engine.model import LlamaModel, ModelOptions
-from services.engine.native import build
-from services.engine.start_check import check_exactness
+from services.engine.checks import doctor
+from services.engine.checks import exactness as exactness_check
+from services.engine.checks import start as start_check
+from services.engine.checks.doctor import DoctorSettings, Finding, examine, main
+from services.engine.checks.exactness import probe_model
+from services.engine.checks.start import check_exactness
+from services.engine.model.llama import LlamaModel, ModelOptions
+from services.engine.model.native import build
 
 ROOT = Path(__file__).resolve().parents[3]
 TORCH = ModelOptions(kernels="torch")

@@ -1,4 +1,4 @@
-"""Rows keep their bits on the machine that runs this test: whole decoders, and each torch operator under services/engine/exactness.py."""
+"""Rows keep their bits on the machine that runs this test: whole decoders, and each torch operator under `model.exactness`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from services.engine.decoder import ForwardEntry
-from services.engine.exactness import KEY_BLOCK, Rules, round_up, rules_for
-from services.engine.exactness_check import probe_model, violations
-from services.engine.kv_pool import KvPool
-from services.engine.layers import linear
-from services.engine.model import load_model
+from services.engine.checks.exactness import probe_model, violations
+from services.engine.model.decoder import ForwardEntry
+from services.engine.model.exactness import KEY_BLOCK, Rules, round_up, rules_for
+from services.engine.model.kv_pool import KvPool
+from services.engine.model.layers import linear
+from services.engine.model.llama import load_model
 from tests.engine_runs import KERNELS, MODES, options
 from tests.tiny_models import write_tiny_model
 

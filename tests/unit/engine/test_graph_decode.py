@@ -14,15 +14,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from kvrelay.errors import ConfigError, KvTransferError
-from services.engine import model as model_module
-from services.engine.decoder import ForwardEntry
-from services.engine.engine import EngineSettings
-from services.engine.exactness_check import probe_model
-from services.engine.graph_decode import LEAST_KEYS, MOST_KEYS, Capture, Compute, CudaCapture, GraphDecoder, graph_shape
-from services.engine.kv_pool import KvPool
-from services.engine.model import DTYPES, LlamaModel, ModelOptions, choose_decoder, load_model
-from services.engine.torch_decoder import TorchDecoder
-from services.engine.weights import random_weights
+from services.engine.checks.exactness import probe_model
+from services.engine.model import llama as model_module
+from services.engine.model.decoder import ForwardEntry
+from services.engine.model.graph_decode import LEAST_KEYS, MOST_KEYS, Capture, Compute, CudaCapture, GraphDecoder, graph_shape
+from services.engine.model.kv_pool import KvPool
+from services.engine.model.llama import DTYPES, LlamaModel, ModelOptions, choose_decoder, load_model
+from services.engine.model.torch_decoder import TorchDecoder
+from services.engine.model.weights import random_weights
+from services.engine.settings import EngineSettings
 from tests.engine_runs import PagedRun, PagedSequence, random_ids
 from tests.tiny_models import FAMILIES, write_tiny_model
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.engine.kv_pool import KvPool
-from services.engine.model import DTYPES
-from services.engine.model_config import ModelConfig
+from services.engine.model.config import ModelConfig
+from services.engine.model.kv_pool import KvPool
+from services.engine.model.llama import DTYPES
 from tests.tiny_models import write_tiny_model
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvrelay.errors import ModelLoadError
-from services.engine.model_config import ModelConfig, ModelFamily, RopeConfig, RopeScaling
+from services.engine.model.config import ModelConfig, ModelFamily, RopeConfig, RopeScaling
 from tests.tiny_models import tiny_config
 
 

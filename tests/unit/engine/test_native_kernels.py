@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.engine.decoder import Decoder, ForwardEntry
-from services.engine.demo_model import default_cache_dir
-from services.engine.kv_pool import KvPool
-from services.engine.model import LlamaModel, load_model
-from services.engine.model_config import ModelConfig
-from services.engine.native.build import COMPILERS, NativeKernelsUnavailable, library_path
-from services.engine.native.decoder import NativeDecoder
-from services.engine.weights import load_weights, quantize
-from services.runtime.machine import this_machine
+from services.engine.demo.model import default_cache_dir
+from services.engine.model.config import ModelConfig
+from services.engine.model.decoder import Decoder, ForwardEntry
+from services.engine.model.kv_pool import KvPool
+from services.engine.model.llama import LlamaModel, load_model
+from services.engine.model.native.build import COMPILERS, NativeKernelsUnavailable, library_path
+from services.engine.model.native.decoder import NativeDecoder
+from services.engine.model.weights import load_weights, quantize
+from services.runtime.processes.machine import this_machine
 from tests.engine_runs import MODES, options, random_ids
 from tests.tiny_models import write_tiny_model
 

@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.engine.decoder import ForwardEntry
-from services.engine.demo_model import default_cache_dir
-from services.engine.exactness_check import violations
-from services.engine.kv_pool import KvPool
-from services.engine.model import load_model
-from services.engine.model_config import ModelConfig
-from services.engine.native.build import COMPILERS, THIS_CPU
-from services.engine.native.decoder import NativeDecoder
-from services.engine.quantization import LARGEST, Int8Weight
-from services.engine.weights import load_weights
+from services.engine.checks.exactness import violations
+from services.engine.demo.model import default_cache_dir
+from services.engine.model.config import ModelConfig
+from services.engine.model.decoder import ForwardEntry
+from services.engine.model.kv_pool import KvPool
+from services.engine.model.llama import load_model
+from services.engine.model.native.build import COMPILERS, THIS_CPU
+from services.engine.model.native.decoder import NativeDecoder
+from services.engine.model.quantization import LARGEST, Int8Weight
+from services.engine.model.weights import load_weights
 from tests.engine_runs import options
 from tests.tiny_models import write_tiny_model
 from tests.unit.engine.test_native_kernels import OTHER_TARGETS, SIZES, assert_same_bits, decoder_for, run

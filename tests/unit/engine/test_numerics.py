@@ -15,13 +15,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from services.engine.exactness_check import probe_model
-from services.engine.graph_decode import GraphDecoder
-from services.engine.native.build import COMPILERS
-from services.engine.native.decoder import ARITHMETIC, numerics
-from services.engine.torch_decoder import TorchDecoder
-from services.engine.weights import random_weights
-from services.runtime.machine import cpu_design
+from services.engine.checks.exactness import probe_model
+from services.engine.model.graph_decode import GraphDecoder
+from services.engine.model.native.build import COMPILERS
+from services.engine.model.native.decoder import ARITHMETIC, numerics
+from services.engine.model.torch_decoder import TorchDecoder
+from services.engine.model.weights import random_weights
+from services.runtime.processes.machine import cpu_design
 from tests.engine_runs import KERNELS, MODES, options
 from tests.tiny_models import write_tiny_model
 from tests.unit.engine.test_native_kernels import SIZES, decoder_for, run
@@ -84,7 +84,7 @@ def test_torch_goes_by_version_instruction_set_cpu_and_threads() -> None:
 
 
 def test_torch_with_another_instruction_set_is_another() -> None:
-    script = "from tests.engine_runs import *; from services.engine.exactness_check import probe_model; "
+    script = "from tests.engine_runs import *; from services.engine.checks.exactness import probe_model; "
     script += "print(probe_model(options('float32', 'torch')).decoder.numerics)"
     environ = {**os.environ, "ATEN_CPU_CAPABILITY": "default"}
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60, check=True)

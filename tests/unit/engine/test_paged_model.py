@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.engine.decoder import ForwardEntry
-from services.engine.model import LlamaModel, load_model
+from services.engine.model.decoder import ForwardEntry
+from services.engine.model.llama import LlamaModel, load_model
 from tests.engine_runs import KERNELS, MODES, PagedRun, PagedSequence, options, random_ids
 from tests.tiny_models import FAMILIES, write_tiny_model
 

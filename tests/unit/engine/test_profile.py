@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from kvrelay.errors import ConfigError
-from services.engine.model_config import ModelConfig
-from services.engine.profile import MAX_BYTES, FitError, MeasuredPoint, Profile, ProfiledModel, Setup, parse_profile, read_profile
-from services.engine.profiling import LEAST_ROUNDS, Plan, fit_points, measure, plans
-from services.engine.step_coefficients import Floors, StepCoefficients
-from services.engine.step_cost import StepShape
-from services.runtime.machine import Machine, this_machine
+from services.engine.cost.coefficients import Floors, StepCoefficients
+from services.engine.cost.profile import MAX_BYTES, FitError, MeasuredPoint, Profile, ProfiledModel, Setup, parse_profile, read_profile
+from services.engine.cost.profiling import LEAST_ROUNDS, Plan, fit_points, measure, plans
+from services.engine.model.config import ModelConfig
+from services.engine.scheduling.step_cost import StepShape
+from services.runtime.processes.machine import Machine, this_machine
 from tests.tiny_models import write_tiny_model
 
 PROFILE = Profile(

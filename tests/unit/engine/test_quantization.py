@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.engine.exactness import rules_for
-from services.engine.layers import linear
-from services.engine.model import load_model
-from services.engine.quantization import LARGEST, block_of, quantize_rows, quantize_weight
-from services.engine.weights import Int8Weight, load_weights, quantize
+from services.engine.model.exactness import rules_for
+from services.engine.model.layers import linear
+from services.engine.model.llama import load_model
+from services.engine.model.quantization import LARGEST, block_of, quantize_rows, quantize_weight
+from services.engine.model.weights import Int8Weight, load_weights, quantize
 from tests.engine_runs import MODES, PagedRun, random_ids
 from tests.tiny_models import write_tiny_model
 

@@ -13,7 +13,7 @@ import torch
 
 from kvrelay.errors import InternalError
 from kvrelay.values import SamplingParams
-from services.engine.sampler import SampledToken, sample, uniform
+from services.engine.sampling.sampler import SampledToken, sample, uniform
 
 LOGITS = torch.tensor([1.0, 3.0, -1.0, 2.0, 0.5])
 
@@ -116,7 +116,9 @@ def test_draws_depend_on_seed_and_index_only() -> None:
 
 def test_the_generator_is_the_documented_one_in_every_process() -> None:
     expected = [uniform(seed, index) for seed, index in ((0, 0), (0, 1), (1, 0), (2**64 - 1, 7))]
-    code = "from services.engine.sampler import uniform\nprint([uniform(s, i) for s, i in ((0, 0), (0, 1), (1, 0), (2**64 - 1, 7))])"
+    code = (
+        "from services.engine.sampling.sampler import uniform\nprint([uniform(s, i) for s, i in ((0, 0), (0, 1), (1, 0), (2**64 - 1, 7))])"
+    )
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert output.strip() == str(expected)
     for (seed, index), number in zip(((0, 0), (0, 1), (1, 0), (2**64 - 1, 7)), expected, strict=True):

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvrelay.errors import ModelLoadError
-from services.engine.model_config import ModelConfig
-from services.engine.weights import ModelWeights, load_weights, weights_digest
+from services.engine.model.config import ModelConfig
+from services.engine.model.weights import ModelWeights, load_weights, weights_digest
 from tests.tiny_models import write_tiny_model
 
 CPU = torch.device("cpu")

@@ -12,13 +12,13 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from kvrelay.values import SamplingParams
 from services.engine.api import EngineEvent, EngineRequest
-from services.engine.block_manager import BlockManager
-from services.engine.core import EngineCore, StepEntry
-from services.engine.detokenizer import TokenBytes
-from services.engine.schedule_log import ScheduleLog
-from services.engine.scheduler import SchedulerLimits, StepPlan
-from services.engine.step_cost import StepCostLearner, StepShape
-from services.engine.validation import RequestLimits
+from services.engine.sampling.detokenizer import TokenBytes
+from services.engine.scheduling.block_manager import BlockManager
+from services.engine.scheduling.core import EngineCore, StepEntry
+from services.engine.scheduling.schedule_log import ScheduleLog
+from services.engine.scheduling.scheduler import SchedulerLimits, StepPlan
+from services.engine.scheduling.step_cost import StepCostLearner, StepShape
+from services.engine.scheduling.validation import RequestLimits
 
 FINGERPRINT = b"f" * 32
 EOS = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvrelay import hashing
-from services.engine.block_manager import BlockManager, BlockTable
+from services.engine.scheduling.block_manager import BlockManager, BlockTable
 from tests.unit.engine_core.fakes import FINGERPRINT
 
 

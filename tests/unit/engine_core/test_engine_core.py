@@ -19,10 +19,10 @@ from kvrelay.errors import (
 )
 from kvrelay.values import FinishReason, SamplingParams, StopConditions, Usage
 from services.engine.api import Admitted, EngineRequest, Failed, Finished, PrefillProgress, TokenDrawn
-from services.engine.block_manager import BlockManager
-from services.engine.detokenizer import AnswerText
-from services.engine.scheduler import Scheduler, SchedulerLimits
-from services.engine.sequence import Phase, SequenceState
+from services.engine.sampling.detokenizer import AnswerText
+from services.engine.scheduling.block_manager import BlockManager
+from services.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from services.engine.scheduling.sequence import Phase, SequenceState
 from tests.unit.engine_core.fakes import EOS, FINGERPRINT, VOCAB_SIZE, Bench, byte_tokens, expected_answer, ids_of
 
 

@@ -25,7 +25,8 @@ from kvrelay.hashing import tokenizer_digest
 from kvrelay.schedule_report import draw
 from kvrelay.values import FinishReason, SamplingParams, StopConditions, Token
 from services.engine.api import Admitted, EngineEvent, EnginePort, EngineRequest, EngineStream, Finished, PrefillProgress, TokenDrawn
-from services.engine.engine import Engine, EngineSettings
+from services.engine.engine import Engine
+from services.engine.settings import EngineSettings
 from tests.engine_runs import KERNELS
 from tests.tiny_models import write_tiny_model
 

@@ -7,7 +7,7 @@ import pytest
 from kvrelay.errors import ConfigError
 from kvrelay.values import StopConditions
 from services.engine.api import Admitted, EngineRequest, Finished, PrefillProgress, TokenDrawn
-from services.engine.scheduler import SchedulerLimits
+from services.engine.scheduling.scheduler import SchedulerLimits
 from tests.unit.engine_core.fakes import Bench, LinearCost, expected_answer
 
 

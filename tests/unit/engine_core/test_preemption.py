@@ -6,7 +6,7 @@ import pytest
 
 from kvrelay.values import SamplingParams, StopConditions, Usage
 from services.engine.api import Admitted, EngineRequest, Finished, PrefillProgress, TokenDrawn
-from services.engine.sequence import Phase
+from services.engine.scheduling.sequence import Phase
 from tests.unit.engine_core.fakes import Bench, expected_answer
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from services.engine.block_manager import BlockManager, BlockTable
+from services.engine.scheduling.block_manager import BlockManager, BlockTable
 from tests.unit.engine_core.fakes import FINGERPRINT
 
 FOLDER = Path(__file__).resolve().parents[2] / "data" / "traces"

@@ -11,8 +11,8 @@ import pytest
 from kvrelay.errors import ConfigError
 from kvrelay.schedule_report import draw
 from kvrelay.values import StopConditions
-from services.engine import schedule_log
 from services.engine.api import EngineRequest, Finished
+from services.engine.scheduling import schedule_log
 from tests.unit.engine_core.fakes import Bench, LinearCost
 
 

@@ -11,7 +11,7 @@ from kvrelay.errors import ConfigError
 from services.launcher.plan import assign_cores, router_processes, store_processes, worker_processes
 from services.launcher.settings import SuiteSettings
 from services.launcher.supervisor import RestartPolicy
-from services.runtime.config import parse_settings
+from services.runtime.processes.settings import parse_settings
 from services.worker.settings import WorkerSettings
 
 REDIS = "redis://127.0.0.1:6400/0"

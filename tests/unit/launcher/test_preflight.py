@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from kvrelay.errors import ConfigError, ModelLoadError
-from services.engine.engine import Engine, EngineSettings
-from services.engine.model_config import ModelConfig
-from services.engine.native import build
-from services.engine.step_coefficients import Floors
-from services.launcher.preflight import check_model, check_settings
+from services.engine.cost.coefficients import Floors
+from services.engine.engine import Engine
+from services.engine.model.config import ModelConfig
+from services.engine.model.native import build
+from services.engine.settings import EngineSettings
+from services.launcher.preflight import check_chosen_model, check_settings
 from services.launcher.settings import SuiteSettings
 from tests.tiny_models import tiny_config
 from tests.unit.engine.test_profile import PROFILE
@@ -29,7 +30,7 @@ def refused(settings: SuiteSettings) -> str:
 
 def test_what_a_worker_can_be_told_passes(tmp_path: Path, tiny_model: Path) -> None:
     check_settings(SuiteSettings(threads=2, explain_schedule=str(tmp_path / "new" / "folder")), CORES)
-    check_model(SuiteSettings(model=str(tiny_model)))
+    check_chosen_model(SuiteSettings(model=str(tiny_model)))
     assert not list((tmp_path / "new" / "folder").iterdir())
 
 
@@ -54,16 +55,16 @@ async def test_a_kv_cache_without_room_for_a_page_is_refused_as_the_engine_would
 
 def test_settings_that_do_not_suit_the_model_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=f"{tmp_path / 'config.json'} cannot be read"):
-        check_model(SuiteSettings(model=str(tmp_path)))
+        check_chosen_model(SuiteSettings(model=str(tmp_path)))
     (tmp_path / "config.json").write_text(json.dumps(tiny_config("llama", num_hidden_layers=64)))
     settings = SuiteSettings(model=str(tmp_path), kv_cache_mib=3, block_size=512, kv_dtype="bfloat16")
     with pytest.raises(ConfigError, match="--kv-cache-mib must be enough for one page, which takes 4 MiB, got 3"):
-        check_model(settings)
+        check_chosen_model(settings)
     floors = Floors.of(ModelConfig.from_folder(tmp_path), dtype="bfloat16", kv_dtype="bfloat16", quantization="none")
     profile = tmp_path / "profile.json"
     settings = dataclasses.replace(settings, kv_cache_mib=4, profile=str(profile))
     profile.write_text(dataclasses.replace(PROFILE, floors=floors).dump())
-    check_model(settings)
+    check_chosen_model(settings)
     profile.write_text(PROFILE.dump())
     with pytest.raises(ConfigError, match=f"profile {profile}: it is of tiny in bfloat16, with layer_bytes 1; this model has"):
-        check_model(settings)
+        check_chosen_model(settings)

@@ -10,7 +10,7 @@ import pytest
 
 from kvrelay.values import Timings
 from services.launcher import waterfall
-from services.runtime import names
+from services.runtime.telemetry import names
 
 MS = 1_000_000
 T0 = 1_700_000_000 * 1_000 * MS

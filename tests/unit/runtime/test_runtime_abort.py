@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from kvrelay.errors import DeadlineExceededError
-from services.runtime.interceptors.errors import abort
+from services.runtime.rpc.interceptors.errors import abort
 
 
 class Context:

@@ -10,8 +10,8 @@ import threading
 import pytest
 
 from services.runtime.clock import ManualClock, SystemClock
-from services.runtime.deadline import deadline_scope, remaining_s
 from services.runtime.offloop import assert_off_loop, run_off_loop
+from services.runtime.rpc.deadline import deadline_scope, remaining_s
 
 
 def test_a_manual_clock_moves_both_readings_together_and_only_forward() -> None:

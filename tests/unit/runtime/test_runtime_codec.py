@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvrelay.handle import KvLayout, ModelIdentity
 from services.runtime.ports import Topology, WorkerInfo, WorkerLoad
-from services.runtime.registry_codec import Keys, padded, split_hashes, worker_from_json, worker_to_json
+from services.runtime.registry.codec import Keys, padded, split_hashes, worker_from_json, worker_to_json
 
 text = st.text(max_size=12)
 count = st.integers(0, 2**40)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvrelay.errors import ConfigError
-from services.runtime.config import REQUIRED, load_settings, parse_settings, setting
+from services.runtime.processes.settings import REQUIRED, load_settings, parse_settings, setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

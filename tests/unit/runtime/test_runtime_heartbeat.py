@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import pytest
 
 from kvrelay.errors import StaleIncarnationError, UnavailableError
-from services.runtime.heartbeat import BATCH_BLOCKS, Heartbeat
 from services.runtime.ports import WorkerInfo
-from services.runtime.registry import Registration
+from services.runtime.registry.heartbeat import BATCH_BLOCKS, Heartbeat
+from services.runtime.registry.workers import Registration
 
 WORKER = WorkerInfo("a", "prefill", "127.0.0.1:1", 7)
 

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from services.runtime.heartbeat import BlockLedger
+from services.runtime.registry.heartbeat import BlockLedger
 
 BLOCKS = st.binary(min_size=1, max_size=1)
 

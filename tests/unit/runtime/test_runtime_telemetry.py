@@ -17,8 +17,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from kvrelay.errors import OverloadedError
-from services.runtime.logging_setup import setup_logging
-from services.runtime.telemetry import Telemetry, current_span_id, current_trace_id, current_traceparent
+from services.runtime.telemetry.logs import setup_logging
+from services.runtime.telemetry.tracing import Telemetry, current_span_id, current_trace_id, current_traceparent
 
 
 @pytest.fixture

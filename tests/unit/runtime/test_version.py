@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from services.engine.native import build
-from services.engine.version import engine_version_text
-from services.runtime.version import installed
+from services.engine.checks.version import engine_version_text
+from services.engine.model.native import build
+from services.runtime.processes.version import installed
 
 ROOT = Path(__file__).resolve().parents[3]
 

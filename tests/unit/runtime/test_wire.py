@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from kvrelay import errors
 from kvrelay.inference.v1 import decode_service_pb2, prefill_service_pb2
-from services.runtime import ports, wire
+from services.runtime import ports
+from services.runtime.rpc import wire
 from tests.unit.sdk import strategies
 
 jobs = st.builds(

@@ -21,9 +21,6 @@ from kvrelay.inference.v1 import (
 )
 from kvrelay.status import STATUS_DETAILS_KEY
 from kvrelay.values import FinishReason, SamplingParams, StopConditions, Token, TransferStats, Usage, WorkerMarks
-from services.runtime import adapters
-from services.runtime.adapters import GrpcWorkers
-from services.runtime.channels import ChannelPool
 from services.runtime.ports import (
     DecodeAccepted,
     DecodeDone,
@@ -35,8 +32,11 @@ from services.runtime.ports import (
     PrefillDone,
     WorkerInfo,
 )
-from services.runtime.telemetry import Telemetry
-from services.runtime.wire import decode_event_to_proto, job_from_proto, prefill_event_to_proto
+from services.runtime.rpc import adapters
+from services.runtime.rpc.adapters import GrpcWorkers
+from services.runtime.rpc.channels import ChannelPool
+from services.runtime.rpc.wire import decode_event_to_proto, job_from_proto, prefill_event_to_proto
+from services.runtime.telemetry.tracing import Telemetry
 from tests.contract.test_contract_messages import HANDLE
 
 JOB = Job("r-1", b"f" * 32, (1, 2, 3), SamplingParams(seed=7), StopConditions(max_tokens=4), "salt")
