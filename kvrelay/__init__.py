@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    __version__: str
     from kvrelay.client import AsyncClient
     from kvrelay.errors import KvRelayError
     from kvrelay.fleet import FleetView, ModelView
@@ -50,14 +51,30 @@ __all__ = [
     "Token",
     "TransferStats",
     "Usage",
+    "__version__",
     "errors",
     "values",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return _version()
     if name in ("errors", "values"):
         return importlib.import_module(f"kvrelay.{name}")
     if name not in _HOME_OF:
         raise AttributeError(f"module 'kvrelay' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOME_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
+
+
+def _version() -> str:
+    """Of the installed distribution; '0+source' in a source tree that is not installed."""
+    metadata = importlib.import_module("importlib.metadata")
+    try:
+        return str(metadata.version("kvrelay"))
+    except metadata.PackageNotFoundError:
+        return "0+source"

@@ -14,11 +14,10 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any, TextIO
 
-from kvrelay import report, schedule_report, suite_command
+from kvrelay import __version__, report, schedule_report, suite_command
 from kvrelay.client import DEFAULT_TARGET, DEFAULT_TIMEOUT_S, TARGET_ENV
 from kvrelay.errors import InvalidPromptError, KvRelayError
 from kvrelay.request import GenerateOptions, Prompt
@@ -237,7 +236,7 @@ def _ids(text: str) -> list[int]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="kvrelay", description="Client of a kvrelay router.")
-    parser.add_argument("--version", action="version", version=f"kvrelay {_version()}")
+    parser.add_argument("--version", action="version", version=f"kvrelay {__version__}")
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--target", help=f"router as host:port; default ${TARGET_ENV} or {DEFAULT_TARGET}")
     common.add_argument(
@@ -314,13 +313,6 @@ def _seconds(text: str) -> float:
     if not seconds > 0:
         raise argparse.ArgumentTypeError(f"must be over 0, got {text}")
     return seconds
-
-
-def _version() -> str:
-    try:
-        return metadata.version("kvrelay")
-    except metadata.PackageNotFoundError:
-        return "from a source tree"
 
 
 if __name__ == "__main__":

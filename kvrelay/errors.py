@@ -96,7 +96,7 @@ class InvalidStopError(InvalidRequestError):
 
 
 class InvalidChatError(InvalidRequestError):
-    """A chat message has an unknown role or order, or the model has no chat template."""
+    """A conversation is empty, a role is no name, or the model's chat template refuses it; then in the template's words."""
 
     reason = "INVALID_CHAT"
 

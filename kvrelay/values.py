@@ -109,6 +109,7 @@ class ChatMessage:
     """One turn of a conversation."""
 
     role: str
+    """Such as 'system', 'user', 'assistant' or 'tool': the model's template decides which may follow which."""
     content: str
 
 

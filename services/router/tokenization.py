@@ -64,15 +64,16 @@ class ModelTokenizer:
         return ids
 
     def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
-        """Through the model's template, up to where the assistant's turn begins. Raises `InvalidChatError`."""
-        # The template writes the special tokens itself.
-        ids: list[int] = self._tokenizer.encode(self.render(messages), add_special_tokens=False).ids
+        """Through the model's template, up to where the assistant's turn begins. Raises `InvalidChatError` in the template's words."""
+        # A template writes the special tokens itself.
+        ids: list[int] = self._tokenizer.encode(self.render(messages), add_special_tokens=self._template is None).ids
         return ids
 
     def render(self, messages: Sequence[ChatMessage]) -> str:
+        """The conversation as text; without a template a line a message, roles as they come."""
         assert_off_loop("rendering a chat template")
         if self._template is None:
-            raise InvalidChatError("the model has no chat template: send text or token ids", field="chat")
+            return "".join(f"{message.role}: {message.content}\n" for message in messages) + "assistant:"
         turns = [{"role": message.role, "content": message.content} for message in messages]
         try:
             return self._template.render(messages=turns, add_generation_prompt=True, tools=None, documents=None, **self._special)

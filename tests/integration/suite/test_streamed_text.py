@@ -12,6 +12,7 @@ import pytest
 import pytest_asyncio
 from tokenizers import Tokenizer
 
+from kvrelay.values import ChatMessage
 from tests.integration.suite.paths_kit import PATHS, Ask, Fleet, Seen, differences, fleet
 from tests.tiny_models import write_tiny_model
 
@@ -218,3 +219,10 @@ async def test_usage_is_exact_for_text_and_for_a_conversation(paths: Fleet, toke
         async with paths.client[path].generate(messages=[{"role": "user", "content": text}], max_tokens=2, ignore_eos=True) as stream:
             completion = await stream.completion_or_raise()
         assert completion.usage.prompt_tokens == len(tokenizer.encode(prompt).ids)
+
+
+@pytest.mark.parametrize("roles", ["user user", "assistant user", "user assistant", "system", "user tool", "robot"])
+async def test_which_roles_follow_which_is_the_templates_affair(paths: Fleet, roles: str) -> None:
+    talk = [ChatMessage(role, "hello") for role in roles.split()]
+    answer = await paths.client["split"].generate(talk, max_tokens=2).completion_or_raise()
+    assert answer.usage.prompt_tokens > len(talk)

@@ -129,10 +129,21 @@ def test_a_template_that_refuses_or_reaches_out_is_a_chat_error(tiny_model: Path
         tokenizer.render([ChatMessage("user", "hello")])
 
 
-def test_a_model_without_template_takes_text_only(tiny_model: Path) -> None:
+def test_a_template_refuses_in_its_own_words(tiny_model: Path) -> None:
+    template = "{% if messages[0].role == 'tool' %}{{ raise_exception('Tools speak when they are spoken to.') }}{% endif %}"
+    tokenizer = ModelTokenizer(files_of(tiny_model, **{"chat_template.jinja": template.encode()}))
+    assert tokenizer.render([ChatMessage("user", "a"), ChatMessage("user", "b"), ChatMessage("tool", "c")]) == ""
+    with pytest.raises(InvalidChatError, match="Tools speak when they are spoken to"):
+        tokenizer.render([ChatMessage("tool", "c")])
+
+
+def test_without_a_template_roles_are_written_as_they_come(tiny_model: Path) -> None:
     files = files_of(tiny_model, **{"tokenizer_config.json": config_with(tiny_model, chat_template=None), "chat_template.jinja": None})
-    with pytest.raises(InvalidChatError, match="no chat template"):
-        ModelTokenizer(files).encode_chat(TALK)
+    tokenizer = ModelTokenizer(files)
+    text = "user: a\nuser: b\ntool: c\nassistant:"
+    talk = [ChatMessage("user", "a"), ChatMessage("user", "b"), ChatMessage("tool", "c")]
+    assert tokenizer.render(talk) == text
+    assert tokenizer.encode_chat(talk) == tokenizer.encode_text(text)
 
 
 async def test_every_kind_of_prompt_gets_ids_and_chained_hashes(tiny_model: Path) -> None:
