@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from kvrelay.errors import ConfigError
 from services.launcher.settings import SuiteSettings
-
-LOOPBACK = "127.0.0.1"
+from services.runtime.addresses import LOOPBACK
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,17 @@ from kvrelay.errors import ConfigError
 from services.engine.checks.early import check_kernels, check_model, check_profile
 from services.launcher.plan import worker_processes
 from services.launcher.settings import SuiteSettings
+from services.runtime.addresses import check_listening
+from services.runtime.processes.machine import check_memory
 
 
 def check_settings(settings: SuiteSettings, cores: Sequence[int]) -> None:
     """Raises `ConfigError` for what shows without the model. `cores`: what this process may run on; empty: unknown."""
-    worker_processes(settings, "", "", cores)
+    workers = worker_processes(settings, "", "", cores)
+    if settings.device == "cpu":
+        kept_mib = len(workers) * settings.kv_cache_mib + (settings.store_mib if settings.store else 0)
+        check_memory(kept_mib << 20, f"--kv-cache-mib of {len(workers)} workers{' and --store-mib' if settings.store else ''}")
+    check_listening(settings.host, settings.port)
     check_kernels(settings.kernels, Path(settings.cache_dir).expanduser())
     check_profile(settings.profile)
     if settings.explain_schedule:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvrelay.errors import ConfigError
+from services.runtime.processes import checks
 from services.runtime.processes.settings import setting
 
 MAX_BLOCK_SIZE = 512
@@ -22,11 +23,15 @@ class SuiteSettings:
     decode: int = setting(1, "decode workers", unit="processes", minimum=1)
     store: bool = setting(True, "start a KV block store that the workers share")
     store_mib: int = setting(512, "what the KV block store may hold", unit="MiB", minimum=1)
-    host: str = setting("127.0.0.1", "address that the router listens on; everything else stays on 127.0.0.1")
+    host: str = setting("127.0.0.1", "address that the router listens on; everything else stays on 127.0.0.1", check=checks.host)
     port: int = setting(50051, "port of the router; 0: any free one", unit="port", minimum=0, maximum=65535)
-    redis_url: str = setting("", "registry, such as redis://host:6379/0; empty: an embedded server that ends with the suite")
-    namespace: str = setting("kvrelay", "prefix of every key in Redis; suites that share a Redis differ in it")
-    otlp_endpoint: str = setting("", "where spans go (OTLP over gRPC); empty: where $OTEL_EXPORTER_OTLP_ENDPOINT says, or nowhere")
+    redis_url: str = setting(
+        "", "registry, such as redis://host:6379/0; empty: an embedded server that ends with the suite", check=checks.redis_url
+    )
+    namespace: str = setting("kvrelay", "prefix of every key in Redis; suites that share a Redis differ in it", check=checks.namespace)
+    otlp_endpoint: str = setting(
+        "", "where spans go (OTLP over gRPC); empty: where $OTEL_EXPORTER_OTLP_ENDPOINT says, or nowhere", check=checks.otlp_endpoint
+    )
     dtype: str = setting("bfloat16", "dtype of the weights", choices=("bfloat16", "float32"))
     kv_dtype: str = setting("bfloat16", "dtype of the KV cache", choices=("bfloat16", "float32"))
     quantization: str = setting("none", "int8: 8-bit weights and activations in the linears", choices=("none", "int8"))

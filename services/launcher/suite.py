@@ -20,16 +20,18 @@ from services.launcher.errors import StartError
 from services.launcher.plan import router_processes, store_processes, worker_processes
 from services.launcher.preflight import check_chosen_model, check_settings, check_writable
 from services.launcher.settings import SuiteSettings
-from services.launcher.supervisor import RestartPolicy, Supervisor, check_listening, supervising
+from services.launcher.supervisor import RestartPolicy, Supervisor, supervising
+from services.runtime.addresses import host_port, reachable_here, redis_address
+from services.runtime.processes import checks
 from services.runtime.registry.embedded_redis import EmbeddedRedis
 
 REDIS_CHECK_S = 1.0
+REDIS_RETRY_S = 0.5
 PREPARE_GRACE_S = 5.0
 """How long an interrupted preparation may take to remove what it has not finished."""
 OWN_VARIABLES = frozenset(f"KVRELAY_{field.name.upper()}" for field in fields(SuiteSettings))
 OTLP_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
 """OpenTelemetry's own name for `--otlp-endpoint`."""
-CONNECT_HOSTS = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +57,10 @@ async def running_suite(settings: SuiteSettings, environ: Mapping[str, str], rep
     """
     # What this process was told by environment it tells the services by flags; the same variable may mean something else to them.
     settings = replace(settings, otlp_endpoint=settings.otlp_endpoint or environ.get(OTLP_VARIABLE, ""))
+    if settings.otlp_endpoint:
+        checks.otlp_endpoint(settings.otlp_endpoint)
     environ = {name: value for name, value in environ.items() if name not in OWN_VARIABLES}
     check_settings(settings, usable_cores())
-    check_listening(settings.host, settings.port)
     with _log_folder(settings.log_dir, report) as log_dir:
         settings = await resolve_model(settings, environ, report)
         check_chosen_model(settings)
@@ -71,6 +74,8 @@ async def _running(
 ) -> AsyncIterator[RunningSuite]:
     """The processes of a suite whose `model` is a folder."""
     with _redis(settings.redis_url) as (redis, redis_url):
+        if redis is None:
+            await wait_for_redis(redis_url, settings.start_timeout_s, report)
         policy = RestartPolicy(max_restarts=settings.max_restarts)
         async with supervising(
             environ,
@@ -89,9 +94,35 @@ async def _running(
             for ready in await supervisor.start(workers):
                 report(f"{ready.worker_id} serves at {ready.address}")
             (router,) = await supervisor.start(router_processes(settings, redis_url))
-            address = connectable(router.address)
+            address = reachable_here(router.address)
             model_name = await wait_until_answering(address, settings.start_timeout_s)
             yield RunningSuite(address, model_name, redis_url, store_address, supervisor, redis)
+
+
+async def wait_for_redis(url: str, timeout_s: float, report: Callable[[str], None]) -> None:
+    """Returns once a Redis that is not ours answers; says so when it does not at once. Raises `StartError`, at once where it refuses us."""
+    # Imported here: redis-py takes longer to import than all else, and the embedded server needs none of it.
+    from services.runtime.registry.workers import RedisRegistry
+
+    registry, told, place = RedisRegistry(url), False, host_port(*redis_address(url))
+    try:
+        async with asyncio.timeout(timeout_s):
+            while True:
+                try:
+                    return await registry.ping()
+                except UnavailableError as error:
+                    if error.fields.get("refused"):
+                        raise StartError(f"{place}: {error.message} (--redis-url)") from None
+                    if not told:
+                        report(f"{place}: {error.message}; trying on for {timeout_s:g} s (--start-timeout-s)")
+                    told = True
+                    missing = error.message
+                await asyncio.sleep(REDIS_RETRY_S)
+    except TimeoutError:
+        raise StartError(f"no Redis answered at {place} within {timeout_s:g} s: {missing} (--redis-url)") from None
+    finally:
+        with contextlib.suppress(UnavailableError):
+            await registry.close()
 
 
 async def wait_until_answering(address: str, timeout_s: float) -> str:
@@ -145,12 +176,6 @@ def local_folder(model: str) -> Path | None:
 def usable_cores() -> list[int]:
     """Cores this process may run on; empty where the system cannot pin."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-
-
-def connectable(address: str) -> str:
-    """Where to reach what listens on `address`: a wildcard is reached on loopback."""
-    host, _, port = address.rpartition(":")
-    return f"{CONNECT_HOSTS.get(host.strip('[]'), host)}:{port}"
 
 
 async def _keep_redis(redis: EmbeddedRedis, report: Callable[[str], None]) -> None:

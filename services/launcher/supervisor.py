@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
-import socket
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
@@ -15,6 +13,7 @@ from pathlib import Path
 from services.launcher.child import Child, Ready, child_environ, describe_exit, service_argv
 from services.launcher.errors import StartError
 from services.launcher.plan import ProcessSpec
+from services.runtime.addresses import split_address
 
 STOP_ORDER = ("router", "decode", "prefill", "kvstore")
 """Who takes new work stops first; who holds what others still read stops last."""
@@ -135,7 +134,7 @@ class Supervisor:
             child.kill()
 
     async def _spawn(self, spec: ProcessSpec) -> None:
-        flags = spec.flags_for(_port(self._ready[spec.name].address) if spec.name in self._ready else None)
+        flags = spec.flags_for(split_address(self._ready[spec.name].address)[1] if spec.name in self._ready else None)
         self._children[spec.name] = await Child.spawn(
             spec.name, self._command(spec.role, flags), self._environ, self.log_dir / f"{spec.name}.log"
         )
@@ -221,30 +220,12 @@ async def supervising(
         raise failure  # here rather than inside, so that it arrives as itself and not in an exception group
 
 
-def check_listening(host: str, port: int) -> None:
-    """Raises `StartError` when nothing can listen on host:port, saying so before a model is loaded for nothing."""
-    try:
-        infos = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, protocol, _, address = infos[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-    except (OSError, UnicodeError) as error:
-        about_port = isinstance(error, OSError) and error.errno in (errno.EADDRINUSE, errno.EACCES)
-        hint = "--port chooses another (0: any free one)" if about_port else "--host must be an address of this machine"
-        raise StartError(f"cannot listen on {host}:{port}: {getattr(error, 'strerror', None) or error}; {hint}") from None
-
-
 async def _caught(work: Awaitable[None]) -> StartError | None:
     try:
         await work
     except StartError as error:
         return error
     return None
-
-
-def _port(address: str) -> int:
-    return int(address.rpartition(":")[2])
 
 
 async def _all_ended(children: Sequence[Child], timeout_s: float) -> bool:

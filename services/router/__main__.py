@@ -15,6 +15,7 @@ from services.router.placement import Mode, Policy
 from services.router.service import SERVICE_NAME, RouterServicer
 from services.router.settings import RouterSettings
 from services.router.tokenization import Tokenizers
+from services.runtime.addresses import host_port
 from services.runtime.clock import SystemClock
 from services.runtime.processes.entry import background, run_service
 from services.runtime.processes.lifecycle import announce_ready, run_until_stopped
@@ -71,7 +72,7 @@ async def serve(settings: RouterSettings) -> None:
         async with background() as tasks:
             tasks.create_task(follower.run(), name="fleet feed")
             tasks.create_task(follower.warm(tokenizers), name="tokenizers")
-            announce_ready("router", f"{settings.advertise or settings.host}:{server.port}", router_id)
+            announce_ready("router", host_port(settings.advertise or settings.host, server.port), router_id)
             await run_until_stopped(server, before_drain=turn_away)
 
 

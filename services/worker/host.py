@@ -19,10 +19,12 @@ from services.engine.engine import Engine
 from services.engine.settings import EngineSettings
 from services.relay.store_client import BlockStoreClient
 from services.relay.transports.grpc import GrpcStore
+from services.runtime.addresses import advertised_host, check_listening, host_port
 from services.runtime.offloop import assert_off_loop, run_off_loop
 from services.runtime.ports import Topology, WorkerInfo, WorkerLoad
 from services.runtime.processes.entry import background
 from services.runtime.processes.lifecycle import announce_ready, run_until_stopped
+from services.runtime.processes.machine import check_memory
 from services.runtime.registry.heartbeat import Heartbeat
 from services.runtime.registry.workers import RedisRegistry
 from services.runtime.rpc.channels import ChannelPool
@@ -53,6 +55,8 @@ class WorkerHost:
     prefixes: PrefixExchange
     tasks: asyncio.TaskGroup
     """Background work of this process; cancelled at the end."""
+    reached_by: str
+    """Host by which others reach this worker."""
     held_handles: Callable[[], int] = field(default=lambda: 0)
     """Handles held for others at this moment."""
     draining: bool = False
@@ -60,7 +64,7 @@ class WorkerHost:
     @property
     def address(self) -> str:
         """host:port by which others reach this worker; the server must have started."""
-        return f"{self.settings.advertise or self.settings.host}:{self.server.port}"
+        return host_port(self.reached_by, self.server.port)
 
     def describe(self) -> WorkerInfo:
         """The registry entry as it is now."""
@@ -117,6 +121,10 @@ class WorkerHost:
 async def worker_host(role: str, settings: WorkerSettings) -> AsyncIterator[WorkerHost]:
     """Loads the model and builds everything but the role's own service. Raises `ModelLoadError` and `ConfigError`."""
     settings.check_role(role)
+    check_listening(settings.host, settings.port)
+    if settings.device == "cpu":
+        check_memory(settings.kv_cache_mib << 20, "a KV cache of --kv-cache-mib")
+    reached_by = await run_off_loop(advertised_host, settings.host, settings.advertise, settings.redis_url)
     worker_id = settings.worker_id or f"{role}-{secrets.token_hex(4)}"
     async with AsyncExitStack() as stack:
         telemetry = Telemetry.start(f"kvrelay-{role}", worker_id, settings.otlp_endpoint)
@@ -155,6 +163,7 @@ async def worker_host(role: str, settings: WorkerSettings) -> AsyncIterator[Work
             phases=PhaseRecorder(telemetry, worker_id),
             prefixes=prefixes,
             tasks=tasks,
+            reached_by=reached_by,
         )
         servicer = WorkerServicer(host.describe, engine.load, engine.identity.tokenizer_digest, engine.tokenizer_files())
         server.add(worker_service_pb2_grpc.add_WorkerServiceServicer_to_server, servicer, "kvrelay.inference.v1.WorkerService")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from kvrelay.errors import ConfigError
 from services.engine.scheduling.policies import ORDERS, POLICIES
+from services.runtime.processes import checks
 from services.runtime.processes.settings import setting
 
 
@@ -16,11 +17,15 @@ class WorkerSettings:
     model: str = setting("smollm2", "model folder (Hugging Face style), hub name, or 'smollm2' for the demo model")
     model_name: str = setting("", "name that requests use; empty: the model's or its folder's")
     cache_dir: str = setting("~/.cache/kvrelay", "where converted models and compiled kernels are kept", env="KVRELAY_CACHE")
-    host: str = setting("127.0.0.1", "address to listen on")
+    host: str = setting("127.0.0.1", "address to listen on", check=checks.host)
     port: int = setting(0, "port to listen on; 0: any free one", minimum=0, maximum=65535)
-    advertise: str = setting("", "host that others reach this worker by; empty: the listening address")
-    redis_url: str = setting("redis://127.0.0.1:6379/0", "registry")
-    namespace: str = setting("kvrelay", "prefix of every key in Redis")
+    advertise: str = setting(
+        "",
+        "host that others reach this worker by; empty: the listening address, or for 0.0.0.0 and :: the one towards Redis",
+        check=checks.host,
+    )
+    redis_url: str = setting("redis://127.0.0.1:6379/0", "registry", check=checks.redis_url)
+    namespace: str = setting("kvrelay", "prefix of every key in Redis", check=checks.namespace)
     worker_id: str = setting("", "name in the registry, kept over restarts; empty: role and a random part")
     zone: str = setting("", "failure zone, for placement")
     rack: str = setting("", "rack, for placement")
@@ -49,7 +54,7 @@ class WorkerSettings:
     )
     threads: int = setting(1, "computing threads", unit="threads")
     cpus: str = setting("", "cores to pin the computing threads to, such as 0 or 0,1; empty: none")
-    store_address: str = setting("", "host:port of the KV block store; empty: none")
+    store_address: str = setting("", "host:port of the KV block store; empty: none", check=checks.address)
     lease_ttl_s: float = setting(10.0, "life of a KV lease that nobody renews", unit="s", minimum=0.1)
     max_handles: int = setting(256, "KV handles held for others at once; more are refused", unit="handles", minimum=1)
     max_message_bytes: int = setting(16 << 20, "largest message accepted", unit="bytes", minimum=2 << 20)
@@ -57,7 +62,7 @@ class WorkerSettings:
     heartbeat_s: float = setting(1.0, "time between registry renewals", unit="s", minimum=0.05)
     registry_ttl_s: float = setting(6.0, "life of a registry entry that is not renewed", unit="s", minimum=0.1)
     drain_grace_s: float = setting(20.0, "how long running requests may go on at SIGTERM", unit="s", minimum=0)
-    otlp_endpoint: str = setting("", "where spans go (OTLP over gRPC); empty: nowhere")
+    otlp_endpoint: str = setting("", "where spans go (OTLP over gRPC); empty: nowhere", check=checks.otlp_endpoint)
     log_level: str = setting("INFO", "least severe level that is logged", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
     exit_with_parent: bool = setting(False, "die when the process that started this one does")
     debug: bool = setting(False, "check the engine's invariants whenever it is idle")

@@ -16,6 +16,8 @@ import pytest
 
 import kvrelay
 from services.launcher.child import ROOT, child_environ
+from services.runtime.addresses import LOOPBACK
+from services.runtime.registry.embedded_redis import EmbeddedRedis
 from tests.demo_model import skip_without_demo_model
 from tests.tiny_models import write_tiny_model
 
@@ -173,7 +175,12 @@ async def test_a_start_that_is_given_up_while_the_demo_model_is_converted_leaves
         (("--explain-schedule=/proc/x",), 2, "--explain-schedule /proc/x cannot be written to"),
         (("--profile=/no/such/file",), 2, "profile /no/such/file: No such file"),
         (("--threads=100000",), 2, "--threads (threads) must be at most the"),
-        (("--host=999.1.1.1",), 1, "--host must be an address"),
+        (("--host=999.1.1.1",), 2, "--host must be an address"),
+        (("--host=a b",), 2, "--host: a host is a name or an IP address"),
+        (("--otlp-endpoint=not a url",), 2, "--otlp-endpoint: an OTLP endpoint is host:port"),
+        (("--namespace=a b:c*{",), 2, "--namespace: a namespace has"),
+        (("--drain-grace-s=inf",), 2, "--drain-grace-s (s) must be a finite number"),
+        (("--kv-cache-mib=1000000000", "--port=0"), 2, "--kv-cache-mib of 2 workers and --store-mib would take"),
         (("--no-such-option",), 2, "unrecognized arguments: --no-such-option"),
     ],
 )
@@ -195,9 +202,9 @@ async def test_a_service_says_in_one_line_that_its_redis_url_is_none(role: str) 
     async with asyncio.timeout(START_S):
         _, errors = await process.communicate()
     lines = [line for line in errors.decode().splitlines() if not line.startswith("{")]
-    assert process.returncode == 1
+    assert process.returncode == 2
     assert len(lines) == 1
-    assert "--redis-url is not the address of a Redis" in lines[0]
+    assert "--redis-url: not the address of a Redis" in lines[0]
 
 
 async def test_a_taken_port_is_said_in_one_line(tiny_model: Path) -> None:
@@ -205,9 +212,33 @@ async def test_a_taken_port_is_said_in_one_line(tiny_model: Path) -> None:
         port = server.sockets[0].getsockname()[1]
         async with launched(f"--model={tiny_model}", *SMALL, f"--port={port}") as launcher:
             ended, errors = await launcher.ended()
-    assert ended == 1
+    assert ended == 2
     assert f"cannot listen on 127.0.0.1:{port}" in errors
     assert len(errors.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("silent", [False, True])
+async def test_a_redis_that_does_not_answer_is_said_and_then_given_up(tiny_model: Path, silent: bool) -> None:
+    async with await asyncio.start_server(lambda reader, writer: None, LOOPBACK, 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        if not silent:
+            server.close()
+            await server.wait_closed()
+        flags = (*SMALL, f"--redis-url=redis://:secret@{LOOPBACK}:{port}/0", "--start-timeout-s=2.5")
+        async with launched(f"--model={tiny_model}", *flags) as launcher:
+            await launcher.says(rf"{LOOPBACK}:{port}: Redis.*; trying on for 2.5 s \(--start-timeout-s\)")
+            ended, errors = await launcher.ended()
+    assert ended == 1
+    assert f"no Redis answered at {LOOPBACK}:{port} within 2.5 s" in errors
+    assert "secret" not in errors + "".join(launcher.lines)
+
+
+async def test_a_redis_that_refuses_ends_the_start_at_once(tiny_model: Path, redis_server: EmbeddedRedis) -> None:
+    url = f"redis://someone:wrong@{LOOPBACK}:{redis_server.port}/0"
+    async with launched(f"--model={tiny_model}", *SMALL, f"--redis-url={url}") as launcher:
+        ended, errors = await launcher.ended()
+    assert ended == 1
+    assert "Redis refuses this client" in errors and "wrong@" not in errors
 
 
 async def test_a_model_that_does_not_load_is_an_error_with_its_log(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 from services.launcher.child import Child
 from services.launcher.errors import StartError
 from services.launcher.plan import ProcessSpec
-from services.launcher.supervisor import RestartPolicy, Supervisor, check_listening, supervising
+from services.launcher.supervisor import RestartPolicy, Supervisor, supervising
 
 STAND_IN = """
 import json, os, signal, socket, sys, time
@@ -193,17 +193,3 @@ async def test_ending_a_process_that_has_just_ended_leaves_its_exit_code_to_the_
     may_collect.set()
     assert await child.wait() == 3
     assert not caplog.records
-
-
-async def test_a_taken_port_is_said_before_anything_starts() -> None:
-    async with await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0) as server:
-        port = server.sockets[0].getsockname()[1]
-        with pytest.raises(StartError, match=f"cannot listen on 127.0.0.1:{port}"):
-            check_listening("127.0.0.1", port)
-    check_listening("127.0.0.1", port)
-
-
-@pytest.mark.parametrize("port", [0, 50051])
-def test_a_host_that_is_not_ours_is_said_of_the_host(port: int) -> None:
-    with pytest.raises(StartError, match=f"cannot listen on 192.0.2.1:{port}: .*; --host must be an address of this machine"):
-        check_listening("192.0.2.1", port)

@@ -7,6 +7,8 @@ import platform
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvrelay.errors import ConfigError
+
 INSTRUCTION_SETS = (
     "avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "avx512_fp16",
     "amx_tile", "amx_bf16", "amx_int8", "asimd", "asimddp", "i8mm", "bf16", "sve",
@@ -34,6 +36,13 @@ def this_machine() -> Machine:
     flags = set((info.get("flags") or info.get("Features") or "").split())
     cpu = info.get("model name") or platform.processor()
     return Machine(cpu, tuple(name for name in INSTRUCTION_SETS if name in flags), len(os.sched_getaffinity(0)), _memory_bytes())
+
+
+def check_memory(wanted_bytes: int, what: str) -> None:
+    """`ConfigError` if that is more than this machine, or container, has; `what` names it with the settings that decide it."""
+    there = _memory_bytes()
+    if there and wanted_bytes > there:
+        raise ConfigError(f"{what} would take {wanted_bytes / (1 << 30):.1f} GiB, and there are {there / (1 << 30):.1f} GiB of memory")
 
 
 def cpu_design() -> str:

@@ -39,6 +39,7 @@ class _Meta:
     choices: tuple[str, ...]
     minimum: float
     maximum: float
+    check: Callable[[str], None] | None
 
 
 def setting(
@@ -49,12 +50,15 @@ def setting(
     choices: Sequence[str] | None = None,
     minimum: float = -math.inf,
     maximum: float = math.inf,
+    check: Callable[[str], None] | None = None,
 ) -> Any:
     """A dataclass field that is a setting. `env` replaces `KVRELAY_<NAME>`; `minimum` and `maximum` are inclusive.
 
+    `check` raises `ConfigError` for a text that will not do; its message is put behind the setting's name. Numbers are always finite.
+
     Types: str, int, float, bool, Path, tuple[str, ...] (comma-separated), and each of them `| None`.
     """
-    meta = _Meta(doc, unit, env, tuple(choices or ()), minimum, maximum)
+    meta = _Meta(doc, unit, env, tuple(choices or ()), minimum, maximum, check)
     if default is REQUIRED:
         return dataclasses.field(metadata={"setting": meta})
     return dataclasses.field(default=default, metadata={"setting": meta})
@@ -129,8 +133,15 @@ def _parse(text: str, kind: Any, meta: _Meta, source: str) -> Any:
         raise ConfigError(f"{what} must be {_kind_name(kind)}, got {text!r}", setting=source) from None
     if meta.choices and value not in meta.choices:
         raise ConfigError(f"{what} must be one of {', '.join(meta.choices)}, got {text!r}", setting=source)
-    if base in (int, float) and (math.isnan(value) or not meta.minimum <= value <= meta.maximum):
+    if base is float and not math.isfinite(value):
+        raise ConfigError(f"{what} must be a finite number, got {text}", setting=source)
+    if base in (int, float) and not meta.minimum <= value <= meta.maximum:
         raise ConfigError(f"{what} must be {_range(meta)}, got {text}", setting=source)
+    if meta.check is not None and text:
+        try:
+            meta.check(text)
+        except ConfigError as error:
+            raise ConfigError(f"{what}: {error.message}", setting=source) from None
     return value
 
 

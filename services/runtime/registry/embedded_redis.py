@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 
 from kvrelay.errors import ConfigError, UnavailableError
+from services.runtime.addresses import LOOPBACK, host_port
 
 START_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 5.0
@@ -39,19 +40,20 @@ def server_binary() -> Path:
 
 
 class EmbeddedRedis:
-    """One server on 127.0.0.1, nothing persisted: each start is an empty one. The port stays the same over restarts."""
+    """One server on loopback, nothing persisted: each start is an empty one. The port stays the same over restarts."""
 
-    def __init__(self, port: int = 0, *, die_with_parent: bool = False) -> None:
-        """`port` 0 takes a free one. `die_with_parent`: the kernel ends the server with the *thread* that starts it, so start it from the
-        main one; needs `setpriv`, without which it is ignored."""
+    def __init__(self, port: int = 0, *, host: str = LOOPBACK, die_with_parent: bool = False) -> None:
+        """`port` 0 takes a free one; `host` may be IPv6's. `die_with_parent`: the kernel ends the server with the *thread* that starts
+        it, so start it from the main one; needs `setpriv`, without which it is ignored."""
         self.port = port
+        self.host = host
         self._die_with_parent = die_with_parent
         self._process: subprocess.Popen[bytes] | None = None
         self._folder: Path | None = None
 
     @property
     def url(self) -> str:
-        return f"redis://127.0.0.1:{self.port}/0"
+        return f"redis://{host_port(self.host, self.port)}/0"
 
     @property
     def pid(self) -> int:
@@ -74,7 +76,7 @@ class EmbeddedRedis:
         assert self._process is None, "already running"
         wanted = self.port
         for attempt in range(_START_TRIES):
-            self.port = wanted or _free_port()
+            self.port = wanted or _free_port(self.host)
             try:
                 self._launch()
                 return self
@@ -120,7 +122,7 @@ class EmbeddedRedis:
 
     def _launch(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="kvrelay-redis-"))
-        command = [str(server_binary()), "--bind", "127.0.0.1", "--port", str(self.port), "--dir", str(self._folder), "--save", ""]
+        command = [str(server_binary()), "--bind", self.host, "--port", str(self.port), "--dir", str(self._folder), "--save", ""]
         command += ["--appendonly", "no", "--daemonize", "no", "--logfile", "server.log", "--loglevel", "warning"]
         setpriv = shutil.which("setpriv") if self._die_with_parent else None
         if setpriv:
@@ -130,7 +132,7 @@ class EmbeddedRedis:
             command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
         )
         deadline = time.monotonic() + START_TIMEOUT_S
-        while not _answers(self.port):
+        while not _answers(self.host, self.port):
             if self._process.poll() is not None or time.monotonic() > deadline:
                 log = self._folder / "server.log"
                 text = log.read_text(errors="replace")[-300:] if log.exists() else ""
@@ -151,15 +153,15 @@ class EmbeddedRedis:
             self._folder = None
 
 
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
+def _free_port(host: str) -> int:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
+        listener.bind((host, 0))
         return int(listener.getsockname()[1])
 
 
-def _answers(port: int) -> bool:
+def _answers(host: str, port: int) -> bool:
     try:
-        with socket.create_connection(("127.0.0.1", port), timeout=1) as connection:
+        with socket.create_connection((host, port), timeout=1) as connection:
             connection.sendall(b"PING\r\n")
             return connection.recv(16).startswith(b"+PONG")
     except OSError:

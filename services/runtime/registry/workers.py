@@ -15,7 +15,7 @@ from typing import Any
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
+from redis.exceptions import AuthenticationError, AuthorizationError, NoPermissionError, RedisError
 
 from kvrelay.errors import ConfigError, StaleIncarnationError, UnavailableError
 from services.runtime.ports import WorkerInfo
@@ -73,7 +73,11 @@ async def redis_errors(timeout_s: float) -> AsyncIterator[None]:
     try:
         async with asyncio.timeout(timeout_s):
             yield
-    except (RedisError, OSError, TimeoutError) as error:
+    except (AuthenticationError, AuthorizationError, NoPermissionError) as error:
+        raise UnavailableError(f"Redis refuses this client: {error}", refused=True) from error
+    except TimeoutError as error:
+        raise UnavailableError(f"Redis does not answer within {timeout_s:g} s") from error
+    except (RedisError, OSError) as error:
         raise UnavailableError(f"Redis: {type(error).__name__}: {error}") from error
 
 
@@ -98,6 +102,11 @@ class RedisRegistry:
     def keep_s(self) -> float:
         """How long published blocks stay without being published again."""
         return self._keep_ms / 1e3
+
+    async def ping(self) -> None:
+        """Returns if the server answers; `UnavailableError` has the field `refused` where it does not let us in."""
+        async with redis_errors(OPERATION_TIMEOUT_S):
+            await self._redis.ping()
 
     async def register(self, worker: WorkerInfo) -> None:
         await self.renew(worker)

@@ -13,6 +13,7 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvrelay.errors import ConfigError
+from services.runtime.addresses import host_port
 from services.runtime.rpc import health
 from services.runtime.rpc.channels import DEFAULT_MAX_MESSAGE_BYTES
 from services.runtime.rpc.interceptors.deadline import DeadlineInterceptor
@@ -102,7 +103,7 @@ class ServiceServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = [name for _, _, name in self._servicers]
         reflection.enable_server_reflection((*names, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-        address = f"{self._host}:{self._port}"
+        address = host_port(self._host, self._port)
         try:
             self._port = server.add_insecure_port(address)
         except RuntimeError as error:

@@ -12,7 +12,7 @@ from typing import Any
 import kvrelay
 from kvrelay.values import Completion, Token
 from services.launcher.plan import router_processes
-from services.launcher.suite import connectable
+from services.runtime.addresses import reachable_here
 from tests.suite import Suite
 
 PATHS = ("split", "local", "colocated")
@@ -144,7 +144,7 @@ async def _clients(suite: Suite, paths: Sequence[str]) -> AsyncIterator[dict[str
             (spec,) = router_processes(settings, suite.running.redis_url)
             specs.append(replace(spec, name=f"router-{path}"))
     ready = await suite.supervisor.start(specs)
-    addresses = {spec.name.removeprefix("router-"): connectable(each.address) for spec, each in zip(specs, ready, strict=True)}
+    addresses = {spec.name.removeprefix("router-"): reachable_here(each.address) for spec, each in zip(specs, ready, strict=True)}
     workers = sum(suite.spec(name).role in ("prefill", "decode") for name in suite.names)
     async with contextlib.AsyncExitStack() as stack:
         clients = {path: await stack.enter_async_context(kvrelay.AsyncClient(address)) for path, address in addresses.items()}

@@ -128,13 +128,13 @@ def test_split_without_prefill_workers_is_refused() -> None:
     ("flag", "message"),
     [
         ("--lease-ttl-s=0.01", "0.1 or more"),
-        ("--lease-ttl-s=nan", "0.1 or more, got nan"),
+        ("--lease-ttl-s=nan", "a finite number, got nan"),
         ("--threads=-1", "0 or more"),
         ("--max-waiting=0", "1 or more"),
         ("--block-size=24", "a power of two"),
         ("--block-size=1024", "from 1 to 512"),
         ("--redis-url=foo://user:secret@x", "redis://, rediss://, unix://"),
-        ("--redis-url=redis://x:port/0", "'port'"),
+        ("--redis-url=redis://x:port/0", "not the address of a Redis"),
     ],
 )
 def test_what_a_service_would_refuse_is_refused_at_once(flag: str, message: str) -> None:

@@ -16,6 +16,7 @@ import grpc
 from opentelemetry import trace
 from opentelemetry.trace import SpanKind, Tracer
 
+from services.runtime.addresses import split_address
 from services.runtime.rpc.interceptors.tracing import finish
 from services.runtime.telemetry import names
 from services.runtime.telemetry.tracing import inject
@@ -32,10 +33,8 @@ class TracedChannel(grpc.aio.Channel):
     def __init__(self, inner: grpc.aio.Channel, target: str, tracer: Tracer) -> None:
         self._inner = inner
         self._tracer = tracer
-        host, _, port = target.rpartition(":")
-        self._peer: dict[str, str | int] = {names.SERVER_ADDRESS: host or target}
-        if port.isdigit():
-            self._peer[names.SERVER_PORT] = int(port)
+        host, port = split_address(target)
+        self._peer: dict[str, str | int] = {names.SERVER_ADDRESS: host, names.SERVER_PORT: port}
 
     def unary_unary(self, method: str, request_serializer: Any = None, response_deserializer: Any = None, **options: Any) -> Any:
         make: Any = self._inner.unary_unary(method, None, response_deserializer, **options)
