@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from kvrelay.errors import ConfigError, KvRelayError
@@ -161,12 +162,16 @@ class Runner:
                         released.append(message.request_id)
                     case Stop():
                         return
-            events += core.step(time.time_ns)
+            events += core.step(time.time_ns, partial(self._tell, core))
             idle = not core.has_work
             if idle and self._options.debug:
                 core.check_integrity()
             report = StepReport(events, tuple(released), core.load(), core.take_block_changes(), self._handled, idle)
             self._on_loop(self._deliver, report)
+
+    def _tell(self, core: EngineCore, events: list[tuple[str, EngineEvent]]) -> None:
+        """In the middle of a step."""
+        self._on_loop(self._deliver, StepReport(events, (), core.load(), BlockChanges(), self._handled, idle=False))
 
     def _receive(self, *, wait: bool) -> list[Message]:
         messages = [self._inbox.get()] if wait else []

@@ -113,7 +113,7 @@ class StoreKeeper:
 
     def renew(self, name: str, lease_id: str) -> float | None:
         """Extends a lease: its new time to live in seconds, or None when it is over, unknown, or the secret is wrong."""
-        return self.store.lease_ttl_s if self.store.renew(name, lease_id, self._clock.monotonic()) else None
+        return self.store.renew(name, lease_id, self._clock.monotonic())
 
     def release(self, name: str, lease_id: str) -> None:
         """Ends a read or drops a write; nothing for one that is over or unknown."""

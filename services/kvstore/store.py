@@ -174,7 +174,7 @@ class BlockStore:
 
     # --- leases ------------------------------------------------------------------------------------------------------------------
 
-    def renew(self, name: str, lease_id: str, now: float) -> bool:
+    def renew(self, name: str, lease_id: str, now: float) -> float | None:
         return self._leases.renew(name, lease_id, now)
 
     def release(self, name: str, lease_id: str, now: float) -> None:

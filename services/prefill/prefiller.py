@@ -1,4 +1,8 @@
-"""The first phase: compute a prompt, draw its first token, and hold the KV until it is taken or its lease ends."""
+"""The first phase: compute a prompt, draw its first token, and hold the KV until it is taken or its lease ends.
+
+A handle is given out when the prompt has its pages, never before: whoever takes pages on a decode worker has them here already, and
+so nobody who holds pages there waits for pages here (`docs/architecture.md`, "No mutual wait").
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,8 @@ from services.engine.api import Admitted, EnginePort, EngineRequest, EngineStrea
 from services.relay.holder import HeldKv, KvHolder
 from services.relay.leases import refusal
 from services.runtime.clock import Clock
-from services.runtime.ports import FirstToken, Job, PrefillAccepted, PrefillDone, PrefillEvent
+from services.runtime.ports import FirstToken, Job, PrefillAccepted, PrefillDone, PrefillEvent, PrefillQueued
+from services.runtime.rpc.deadline import remaining_s
 from services.worker.phases import PhaseRecorder, PhaseTrace
 from services.worker.prefix import PrefixExchange
 
@@ -41,14 +46,15 @@ class Prefiller:
         self._serving: set[asyncio.Task[None]] = set()
 
     async def prefill(self, job: Job) -> AsyncGenerator[PrefillEvent, None]:
-        """`PrefillAccepted`, then `FirstToken`, then `PrefillDone`. Closing it early revokes the handle and frees everything.
+        """`PrefillQueued`, `PrefillAccepted`, `FirstToken`, then `PrefillDone`. Closing it early revokes the handle and frees everything.
 
-        Raises `FingerprintMismatchError`, `OverloadedError` and the `InvalidRequestError`s before `PrefillAccepted`;
-        `LeaseExpiredError` when nobody kept the handle alive.
+        Raises `FingerprintMismatchError`, `OverloadedError` and the `InvalidRequestError`s before `PrefillQueued`, `OverloadedError` for
+        too many handles before `PrefillAccepted`; `LeaseExpiredError` when nobody kept the handle alive. However often it is renewed,
+        the handle ends with the call's deadline.
         """
         check_fingerprint(self._engine.identity, job.fingerprint)
-        # Three events and one error at most: no bound needed beyond that.
-        out: asyncio.Queue[PrefillEvent | BaseException] = asyncio.Queue(maxsize=4)
+        # Four events and one error at most: no bound needed beyond that.
+        out: asyncio.Queue[PrefillEvent | BaseException] = asyncio.Queue(maxsize=5)
         task = self._tasks.create_task(self._serve(job, out), name=f"prefill {job.request_id}")
         self._serving.add(task)
         task.add_done_callback(self._serving.discard)
@@ -83,15 +89,19 @@ class Prefiller:
         trace = self._phases.begin(job.request_id)
         answered = False
         try:
-            # Leaving `held` waits until no reader copies any more; only then does leaving the stream free the pages.
-            async with self._engine.open(request) as stream, await self._holder.hold(job.token_ids, job.cache_salt) as held:
-                began_ns = self._clock.time_ns()
-                out.put_nowait(PrefillAccepted(held.handle))
-                await self._compute_while_held(job, held, stream, trace, out)
-                answered = True
-                self._prefixes.offer(job)
-                why = await held.ended()
-                trace.held(began_ns, self._clock.time_ns(), held.served, why.value)
+            async with self._engine.open(request) as stream:
+                out.put_nowait(PrefillQueued())
+                admitted = await anext(stream)
+                assert isinstance(admitted, Admitted)
+                # Leaving `held` waits until no reader copies any more; only then does leaving the stream free the pages.
+                async with await self._holder.hold(job.token_ids, job.cache_salt, admitted.pages, at_most_s=remaining_s()) as held:
+                    began_ns = self._clock.time_ns()
+                    out.put_nowait(PrefillAccepted(held.handle))
+                    await self._compute_while_held(job, held, stream, admitted, trace, out)
+                    answered = True
+                    self._prefixes.offer(job)
+                    why = await held.ended()
+                    trace.held(began_ns, self._clock.time_ns(), held.served, why.value)
         except asyncio.CancelledError:
             raise
         except Exception as error:
@@ -102,13 +112,19 @@ class Prefiller:
                 out.put_nowait(error)
 
     async def _compute_while_held(
-        self, job: Job, held: HeldKv, stream: EngineStream, trace: PhaseTrace, out: asyncio.Queue[PrefillEvent | BaseException]
+        self,
+        job: Job,
+        held: HeldKv,
+        stream: EngineStream,
+        admitted: Admitted,
+        trace: PhaseTrace,
+        out: asyncio.Queue[PrefillEvent | BaseException],
     ) -> None:
         """Raises the error that ended the handle when that happens before its KV is complete."""
 
         async def compute() -> None:
             try:
-                async with aclosing(self._compute(job, held, stream, trace)) as events:
+                async with aclosing(self._compute(job, held, stream, admitted, trace)) as events:
                     async for event in events:
                         out.put_nowait(event)
             except KvRelayError as error:
@@ -127,13 +143,13 @@ class Prefiller:
                 task.cancel()
             await asyncio.gather(computing, ended, return_exceptions=True)
 
-    async def _compute(self, job: Job, held: HeldKv, stream: EngineStream, trace: PhaseTrace) -> AsyncGenerator[PrefillEvent, None]:
+    async def _compute(
+        self, job: Job, held: HeldKv, stream: EngineStream, admitted: Admitted, trace: PhaseTrace
+    ) -> AsyncGenerator[PrefillEvent, None]:
+        held.progress(admitted.cached_tokens)
+        held.progress(await self._prefixes.complete(job, stream, admitted, trace))
         async for event in stream:
             match event:
-                case Admitted():
-                    held.set_pages(event.pages)
-                    held.progress(event.cached_tokens)
-                    held.progress(await self._prefixes.complete(job, stream, event, trace))
                 case PrefillProgress():
                     held.progress(event.computed_tokens)
                     trace.chunk(event)

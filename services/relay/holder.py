@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
@@ -182,8 +183,12 @@ class KvHolder:
         """Live handles."""
         return len(self._leases)
 
-    async def hold(self, token_ids: Sequence[int], cache_salt: str = "", pages: Sequence[int] | None = None) -> HeldKv:
+    async def hold(
+        self, token_ids: Sequence[int], cache_salt: str = "", pages: Sequence[int] | None = None, *, at_most_s: float = math.inf
+    ) -> HeldKv:
         """Gives out a handle for the KV of `token_ids`, computed or not; `pages` may follow by `set_pages`.
+
+        `at_most_s`: the handle's longest life, however often it is renewed and read.
 
         Raises `OverloadedError` when `max_handles` are live. The caller owns the result and must see it to its end.
         """
@@ -214,7 +219,8 @@ class KvHolder:
         held = HeldKv(self, handle)
         if pages is not None:
             held.set_pages(pages)
-        self._leases.grant(name, lease_id, self._clock.monotonic())
+        now = self._clock.monotonic()
+        self._leases.grant(name, lease_id, now, until=now + at_most_s)
         self._held[name] = held
         return held
 
@@ -262,7 +268,7 @@ class KvHolder:
 
     def renew(self, name: str, lease_id: str) -> float | None:
         """Extends a lease: its new time to live in seconds, or None when it is over, unknown, or the secret is wrong."""
-        return self._leases.ttl_s if self._leases.renew(name, lease_id, self._clock.monotonic()) else None
+        return self._leases.renew(name, lease_id, self._clock.monotonic())
 
     def release(self, name: str, lease_id: str) -> None:
         """Ends a handle on its taker's word; nothing for one that is over or unknown. Raises `HandleForgedError` for a wrong secret."""

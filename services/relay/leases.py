@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import hmac
+import math
 from collections import OrderedDict
 from dataclasses import dataclass
 
@@ -36,6 +37,7 @@ class LeaseEnd(enum.StrEnum):
 class _Live:
     lease_id: str
     deadline: float
+    until: float
     consumed: bool = False
 
 
@@ -49,9 +51,10 @@ def refusal(name: str, why: LeaseEnd) -> HandleError:
 
 
 class LeaseTable:
-    """Live leases by name, in the order in which they will expire, and the tombstones of ended ones.
+    """Live leases by name, and the tombstones of ended ones.
 
-    `now` is seconds on one monotonic clock and never goes back. A lease lives while `now < granted or renewed + ttl_s`.
+    `now` is seconds on one monotonic clock and never goes back. A lease lives while `now < granted or renewed + ttl_s`, and never past
+    its `until`: renewing keeps a taker's promise that it is there, and gives nobody more time than his request has.
     """
 
     def __init__(self, ttl_s: float, *, max_live: int = 1024, max_tombstones: int = 8192, tombstone_s: float = 600.0) -> None:
@@ -60,22 +63,19 @@ class LeaseTable:
         self._max_live = max_live
         self._max_tombstones = max_tombstones
         self._tombstone_s = tombstone_s
-        # One ttl for all and a clock that never goes back: moving a renewed lease to the end keeps the dict sorted by deadline.
         self._live: dict[str, _Live] = {}
         self._tombstones: OrderedDict[str, tuple[LeaseEnd, float]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._live)
 
-    def grant(self, name: str, lease_id: str, now: float) -> None:
+    def grant(self, name: str, lease_id: str, now: float, until: float = math.inf) -> None:
         """Raises `OverloadedError` when `max_live` leases are out; the hint is when the next one can expire."""
         assert name not in self._live and name not in self._tombstones, f"{name} was given out before"
         if len(self._live) >= self._max_live:
-            first = next(iter(self._live.values()))
-            raise OverloadedError(
-                f"{self._max_live} handles are out", retry_after_s=min(max(first.deadline - now, 0.1), 1.0), limit=self._max_live
-            )
-        self._live[name] = _Live(lease_id, now + self.ttl_s)
+            first = min(live.deadline for live in self._live.values())
+            raise OverloadedError(f"{self._max_live} handles are out", retry_after_s=min(max(first - now, 0.1), 1.0), limit=self._max_live)
+        self._live[name] = _Live(lease_id, min(now + self.ttl_s, until), until)
 
     def check(self, name: str, lease_id: str, now: float) -> None:
         """Raises what is wrong with a handle: `KvNotFoundError`, `LeaseExpiredError`, `HandleConsumedError` or `KvAbortedError` for one
@@ -104,18 +104,17 @@ class LeaseTable:
     def touch(self, name: str, now: float) -> None:
         """Extends a lease that is still live; no effect on any other."""
         if self.is_live(name, now):
-            live = self._live.pop(name)
-            live.deadline = now + self.ttl_s
-            self._live[name] = live
+            live = self._live[name]
+            live.deadline = min(now + self.ttl_s, live.until)
 
-    def renew(self, name: str, lease_id: str, now: float) -> bool:
-        """Extends a live lease whose secret is right; says whether it did."""
+    def renew(self, name: str, lease_id: str, now: float) -> float | None:
+        """Extends a live lease whose secret is right: its new time to live in seconds, else None."""
         try:
             self.check(name, lease_id, now)
         except HandleError:
-            return False
+            return None
         self.touch(name, now)
-        return True
+        return self._live[name].deadline - now
 
     def end(self, name: str, why: LeaseEnd, now: float) -> bool:
         """Ends a live lease and says whether it was live."""
@@ -129,11 +128,8 @@ class LeaseTable:
 
     def expire(self, now: float) -> list[str]:
         """Ends every lease whose time is over, earliest first, and names them."""
-        names = []
-        for name, live in self._live.items():
-            if now < live.deadline:
-                break
-            names.append(name)
+        over = [(live.deadline, name) for name, live in self._live.items() if now >= live.deadline]
+        names = [name for _, name in sorted(over)]
         for name in names:
             self.end(name, LeaseEnd.EXPIRED, now)
         self._forget(now)

@@ -98,7 +98,7 @@ class Legs:
         event: PrefillEvent | DecodeEvent | None = None
         async with aclosing(events):
             if leg.role is Role.PREFILL:
-                # A prefill worker accepts before it computes: one that does not answer hangs.
+                # A prefill worker says at once that it has queued the job: one that does not answer hangs.
                 try:
                     async with asyncio.timeout(self._accept_timeout_s):
                         event = await anext(events, None)

@@ -37,6 +37,7 @@ from services.runtime.ports import (
     PrefillAccepted,
     PrefillDone,
     PrefillEvent,
+    PrefillQueued,
     WorkerInfo,
 )
 
@@ -251,6 +252,9 @@ class RequestMachine:
 
     def _on_prefill(self, leg: Leg, event: PrefillEvent) -> list[Action]:
         match event:
+            case PrefillQueued():
+                self.accepted = True
+                return []
             case PrefillAccepted(handle):
                 if self._has_handle or self._decode is None:
                     return self._on_failure(leg, InternalError("prefill accepted twice"))

@@ -66,7 +66,14 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefillQueued:
+    """In line for pages."""
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillAccepted:
+    """The prompt has its pages. Only from here on can a decode worker be asked for some."""
+
     handle: KvHandle
 
 
@@ -83,7 +90,7 @@ class PrefillDone:
     marks: WorkerMarks
 
 
-PrefillEvent = PrefillAccepted | FirstToken | PrefillDone
+PrefillEvent = PrefillQueued | PrefillAccepted | FirstToken | PrefillDone
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from kvrelay.inference.v1 import generation_pb2 as kvrelay_dot_inference_dot_v1_
 from kvrelay.kv.v1 import handle_pb2 as kvrelay_dot_kv_dot_v1_dot_handle__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n*kvrelay/inference/v1/prefill_service.proto\x12\x14kvrelay.inference.v1\x1a%kvrelay/inference/v1/generation.proto\x1a\x1akvrelay/kv/v1/handle.proto\">\n\x0ePrefillRequest\x12,\n\x03job\x18\x01 \x01(\x0b\x32\x1f.kvrelay.inference.v1.WorkerJob\"\xc1\x01\n\x0fPrefillResponse\x12\x39\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32%.kvrelay.inference.v1.PrefillAcceptedH\x00\x12\x37\n\x0b\x66irst_token\x18\x02 \x01(\x0b\x32 .kvrelay.inference.v1.TokenEventH\x00\x12\x31\n\x04\x64one\x18\x03 \x01(\x0b\x32!.kvrelay.inference.v1.PrefillDoneH\x00\x42\x07\n\x05\x65vent\":\n\x0fPrefillAccepted\x12\'\n\x06handle\x18\x01 \x01(\x0b\x32\x17.kvrelay.kv.v1.KvHandle\"\xa6\x01\n\x0bPrefillDone\x12\x39\n\rfinish_reason\x18\x01 \x01(\x0e\x32\".kvrelay.inference.v1.FinishReason\x12*\n\x05usage\x18\x02 \x01(\x0b\x32\x1b.kvrelay.inference.v1.Usage\x12\x30\n\x05marks\x18\x03 \x01(\x0b\x32!.kvrelay.inference.v1.WorkerMarks2j\n\x0ePrefillService\x12X\n\x07Prefill\x12$.kvrelay.inference.v1.PrefillRequest\x1a%.kvrelay.inference.v1.PrefillResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n*kvrelay/inference/v1/prefill_service.proto\x12\x14kvrelay.inference.v1\x1a%kvrelay/inference/v1/generation.proto\x1a\x1akvrelay/kv/v1/handle.proto\">\n\x0ePrefillRequest\x12,\n\x03job\x18\x01 \x01(\x0b\x32\x1f.kvrelay.inference.v1.WorkerJob\"\xf8\x01\n\x0fPrefillResponse\x12\x39\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32%.kvrelay.inference.v1.PrefillAcceptedH\x00\x12\x37\n\x0b\x66irst_token\x18\x02 \x01(\x0b\x32 .kvrelay.inference.v1.TokenEventH\x00\x12\x31\n\x04\x64one\x18\x03 \x01(\x0b\x32!.kvrelay.inference.v1.PrefillDoneH\x00\x12\x35\n\x06queued\x18\x04 \x01(\x0b\x32#.kvrelay.inference.v1.PrefillQueuedH\x00\x42\x07\n\x05\x65vent\"\x0f\n\rPrefillQueued\":\n\x0fPrefillAccepted\x12\'\n\x06handle\x18\x01 \x01(\x0b\x32\x17.kvrelay.kv.v1.KvHandle\"\xa6\x01\n\x0bPrefillDone\x12\x39\n\rfinish_reason\x18\x01 \x01(\x0e\x32\".kvrelay.inference.v1.FinishReason\x12*\n\x05usage\x18\x02 \x01(\x0b\x32\x1b.kvrelay.inference.v1.Usage\x12\x30\n\x05marks\x18\x03 \x01(\x0b\x32!.kvrelay.inference.v1.WorkerMarks2j\n\x0ePrefillService\x12X\n\x07Prefill\x12$.kvrelay.inference.v1.PrefillRequest\x1a%.kvrelay.inference.v1.PrefillResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,11 +36,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PREFILLREQUEST']._serialized_start=135
   _globals['_PREFILLREQUEST']._serialized_end=197
   _globals['_PREFILLRESPONSE']._serialized_start=200
-  _globals['_PREFILLRESPONSE']._serialized_end=393
-  _globals['_PREFILLACCEPTED']._serialized_start=395
-  _globals['_PREFILLACCEPTED']._serialized_end=453
-  _globals['_PREFILLDONE']._serialized_start=456
-  _globals['_PREFILLDONE']._serialized_end=622
-  _globals['_PREFILLSERVICE']._serialized_start=624
-  _globals['_PREFILLSERVICE']._serialized_end=730
+  _globals['_PREFILLRESPONSE']._serialized_end=448
+  _globals['_PREFILLQUEUED']._serialized_start=450
+  _globals['_PREFILLQUEUED']._serialized_end=465
+  _globals['_PREFILLACCEPTED']._serialized_start=467
+  _globals['_PREFILLACCEPTED']._serialized_end=525
+  _globals['_PREFILLDONE']._serialized_start=528
+  _globals['_PREFILLDONE']._serialized_end=694
+  _globals['_PREFILLSERVICE']._serialized_start=696
+  _globals['_PREFILLSERVICE']._serialized_end=802
 # @@protoc_insertion_point(module_scope)

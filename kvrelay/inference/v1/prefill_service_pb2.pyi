@@ -14,14 +14,20 @@ class PrefillRequest(_message.Message):
     def __init__(self, job: _Optional[_Union[_generation_pb2.WorkerJob, _Mapping]] = ...) -> None: ...
 
 class PrefillResponse(_message.Message):
-    __slots__ = ("accepted", "first_token", "done")
+    __slots__ = ("accepted", "first_token", "done", "queued")
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_FIELD_NUMBER: _ClassVar[int]
     accepted: PrefillAccepted
     first_token: _generation_pb2.TokenEvent
     done: PrefillDone
-    def __init__(self, accepted: _Optional[_Union[PrefillAccepted, _Mapping]] = ..., first_token: _Optional[_Union[_generation_pb2.TokenEvent, _Mapping]] = ..., done: _Optional[_Union[PrefillDone, _Mapping]] = ...) -> None: ...
+    queued: PrefillQueued
+    def __init__(self, accepted: _Optional[_Union[PrefillAccepted, _Mapping]] = ..., first_token: _Optional[_Union[_generation_pb2.TokenEvent, _Mapping]] = ..., done: _Optional[_Union[PrefillDone, _Mapping]] = ..., queued: _Optional[_Union[PrefillQueued, _Mapping]] = ...) -> None: ...
+
+class PrefillQueued(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class PrefillAccepted(_message.Message):
     __slots__ = ("handle",)

@@ -47,7 +47,8 @@ class PrefillServiceServicer(object):
     """
 
     def Prefill(self, request, context):
-        """Accepts at once with a handle, computes, then gives the first token. Cancelling aborts the computation and revokes the handle.
+        """Queues, gives a handle once the prompt has its pages, computes, then gives the first token. Cancelling aborts the computation and
+        revokes the handle.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -166,8 +166,11 @@ class EngineCore:
         """Whether a step would do something."""
         return bool(self._pending or self._scheduler.can_run or self._scheduler.can_admit)
 
-    def step(self, clock: Clock) -> list[tuple[str, EngineEvent]]:
-        """One step; the events it caused, in order. Errors of a request are its `Failed` event; nothing is raised for them."""
+    def step(self, clock: Clock, tell: Callable[[list[tuple[str, EngineEvent]]], None] | None = None) -> list[tuple[str, EngineEvent]]:
+        """One step; the events it caused, in order. Errors of a request are its `Failed` event; nothing is raised for them.
+
+        `tell` is given the events of admission before anything is computed: others prepare for the KV meanwhile.
+        """
         events, self._pending = self._pending, []
         admitted = []
         for sequence in self._scheduler.admit():
@@ -175,6 +178,9 @@ class EngineCore:
             if not sequence.preemptions:
                 sequence.admitted_ns = clock()
                 events.append((sequence.request_id, Admitted(tuple(sequence.table.pages), sequence.cached_tokens)))
+        if admitted and tell is not None:
+            tell(events)
+            events = []
         plan = self._scheduler.plan()
         self.preemptions += len(plan.preempted)
         if self._schedule_log is not None and (plan.chunks or plan.preempted or admitted or self._scheduler.running):

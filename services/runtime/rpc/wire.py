@@ -16,6 +16,7 @@ from services.runtime.ports import (
     PrefillAccepted,
     PrefillDone,
     PrefillEvent,
+    PrefillQueued,
     WorkerInfo,
     WorkerLoad,
 )
@@ -118,6 +119,8 @@ def job_from_proto(message: generation_pb2.WorkerJob) -> Job:
 
 def prefill_event_to_proto(value: PrefillEvent) -> prefill_service_pb2.PrefillResponse:
     match value:
+        case PrefillQueued():
+            return prefill_service_pb2.PrefillResponse(queued=prefill_service_pb2.PrefillQueued())
         case PrefillAccepted(handle):
             accepted = prefill_service_pb2.PrefillAccepted(handle=wire.handle_to_proto(handle))
             return prefill_service_pb2.PrefillResponse(accepted=accepted)
@@ -135,6 +138,8 @@ def prefill_event_to_proto(value: PrefillEvent) -> prefill_service_pb2.PrefillRe
 def prefill_event_from_proto(message: prefill_service_pb2.PrefillResponse) -> PrefillEvent:
     """Raises `HandleForgedError` for a malformed handle and `InternalError` for an event that is none."""
     match message.WhichOneof("event"):
+        case "queued":
+            return PrefillQueued()
         case "accepted":
             return PrefillAccepted(wire.handle_from_proto(message.accepted.handle))
         case "first_token":

@@ -175,7 +175,7 @@ def bad_requests() -> Iterator[tuple[str, router_service_pb2.GenerateRequest, ty
     yield "no prompt", router_service_pb2.GenerateRequest(), InvalidPromptError
     yield "empty text", router_service_pb2.GenerateRequest(text=""), EmptyPromptError
     yield "no ids", router_service_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds()), EmptyPromptError
-    yield "bad role", router_service_pb2.GenerateRequest(chat=chat("robot")), InvalidChatError
+    yield "no role", router_service_pb2.GenerateRequest(chat=chat("")), InvalidChatError
     yield "bad order", router_service_pb2.GenerateRequest(chat=chat("user", "user")), InvalidChatError
     yield "long prompt", router_service_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds(ids=[3] * 5000)), PromptTooLongError
     yield "big id", router_service_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds(ids=[2**32 - 1])), InvalidTokenIdError

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from kvrelay.errors import (
     FingerprintMismatchError,
@@ -23,7 +25,9 @@ from kvrelay.errors import (
 from kvrelay.handle import KvHandle
 from kvrelay.values import FinishReason, SamplingParams, StopConditions
 from services.decode.decoder import Decoder
+from services.engine.device_model import DeviceModel
 from services.engine.engine import Engine
+from services.engine.scheduling.core import StepEntry
 from services.engine.settings import EngineSettings
 from services.prefill.prefiller import Prefiller
 from services.relay.holder import KvHolder
@@ -40,6 +44,7 @@ from services.runtime.ports import (
     PrefillAccepted,
     PrefillDone,
     PrefillEvent,
+    PrefillQueued,
 )
 from services.runtime.processes.entry import background
 from services.runtime.telemetry.tracing import Telemetry
@@ -107,6 +112,7 @@ async def pair(folder: Path, *, pages: int = 96, chunk: int = 16) -> AsyncIterat
 @asynccontextmanager
 async def prefilling(both: Pair, job: Job) -> AsyncIterator[tuple[KvHandle, AsyncGenerator[PrefillEvent, None]]]:
     async with aclosing(both.prefiller.prefill(job)) as events:
+        assert isinstance(await anext(events), PrefillQueued)
         accepted = await anext(events)
         assert isinstance(accepted, PrefillAccepted)
         yield accepted.handle, events
@@ -178,12 +184,20 @@ async def test_a_handle_nobody_takes_is_freed_when_its_lease_ends(tiny_model: Pa
         both.holder.sweep()
 
 
-async def test_a_lease_that_ends_during_prefill_stops_the_computation(tiny_model: Path) -> None:
+async def test_a_lease_that_ends_during_prefill_stops_the_computation(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, forward = threading.Event(), DeviceModel.forward
+
+    def waiting(self: DeviceModel, entries: Sequence[StepEntry]) -> torch.Tensor:
+        assert go_on.wait(DEADLINE_S)
+        return forward(self, entries)
+
+    monkeypatch.setattr(DeviceModel, "forward", waiting)
     async with pair(tiny_model) as both:
         with pytest.raises(LeaseExpiredError):
             async with asyncio.timeout(DEADLINE_S), prefilling(both, both.job(1000)) as (_, events):
                 both.clock.advance(LEASE_TTL_S + 1)
                 both.holder.sweep()
+                go_on.set()
                 async for _ in events:
                     pass
 

@@ -203,7 +203,7 @@ class StoreModel(RuleBasedStateMachine):
     @rule(name=handles, right=st.booleans())
     def renew(self, name: str, right: bool) -> None:
         lease = self.alive(name)
-        assert self.store.renew(name, "s" if right else "guess", self.now) is (lease is not None and right)
+        assert (self.store.renew(name, "s" if right else "guess", self.now) is not None) is (lease is not None and right)
         if lease is not None and right:
             lease.deadline = self.now + TTL_S
 

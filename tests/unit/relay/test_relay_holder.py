@@ -247,6 +247,19 @@ async def test_a_lease_nobody_renews_runs_out_on_the_holders_clock() -> None:
         await drain(holder, request_of(held.handle))
 
 
+async def test_renewing_for_ever_keeps_a_handle_no_longer_than_its_request_may_last() -> None:
+    clock = ManualClock()
+    holder = make_holder(FakePages(8), clock, ttl_s=10.0)
+    held = await holder.hold(tokens(8), pages=[0, 1], at_most_s=25.0)
+    given = []
+    for _ in range(5):
+        given.append(holder.renew(held.handle.name, held.handle.lease.lease_id))
+        clock.advance(6)
+        holder.sweep()
+    assert given == [10.0, 10.0, 10.0, 7.0, 1.0]
+    assert await held.ended() == "expired" and holder.held_handles == 0
+
+
 async def test_expiry_wakes_a_reader_that_waits_for_a_block() -> None:
     clock = ManualClock()
     holder = make_holder(FakePages(8), clock, ttl_s=10.0)

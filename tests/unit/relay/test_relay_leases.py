@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -35,6 +37,8 @@ class LeaseModel(RuleBasedStateMachine):
         self.count = 0
         self.live: dict[str, tuple[str, float, bool]] = {}
         self.ended: dict[str, tuple[LeaseEnd, float]] = {}
+        self.until: dict[str, float] = {}
+        """When each must end, however often it is renewed."""
 
     def expected(self, name: str, secret: str) -> type[HandleError] | None:
         if name in self.live:
@@ -44,20 +48,24 @@ class LeaseModel(RuleBasedStateMachine):
             return REFUSALS[self.ended[name][0]]
         return KvNotFoundError
 
+    def extended(self, name: str) -> float:
+        return min(self.now + TTL_S, self.until[name])
+
     def forget(self) -> None:
         self.ended = {n: (w, at) for n, (w, at) in self.ended.items() if self.now < at + TOMBSTONE_S}
 
-    @rule(target=names)
-    def grant(self) -> str:
+    @rule(target=names, lasts_s=st.sampled_from([2.0, 25.0, math.inf]))
+    def grant(self, lasts_s: float) -> str:
         self.count += 1
         name = f"h{self.count}"
+        self.until[name] = self.now + lasts_s
         if len(self.live) == 4:
             with pytest.raises(OverloadedError) as caught:
-                self.table.grant(name, f"s{name}", self.now)
+                self.table.grant(name, f"s{name}", self.now, self.until[name])
             assert caught.value.retry_after_s is not None and 0 < caught.value.retry_after_s <= 1
         else:
-            self.table.grant(name, f"s{name}", self.now)
-            self.live[name] = (f"s{name}", self.now + TTL_S, False)
+            self.table.grant(name, f"s{name}", self.now, self.until[name])
+            self.live[name] = (f"s{name}", self.extended(name), False)
         return name
 
     @rule(name=names, right=st.booleans())
@@ -89,15 +97,15 @@ class LeaseModel(RuleBasedStateMachine):
     def renew(self, name: str, right: bool) -> None:
         secret = f"s{name}" if right else "guess"
         alive = self.expected(name, secret) is None
-        assert self.table.renew(name, secret, self.now) is alive
+        assert self.table.renew(name, secret, self.now) == (self.extended(name) - self.now if alive else None)
         if alive:
-            self.live[name] = (secret, self.now + TTL_S, self.live[name][2])
+            self.live[name] = (secret, self.extended(name), self.live[name][2])
 
     @rule(name=names)
     def touch(self, name: str) -> None:
         self.table.touch(name, self.now)
         if self.expected(name, f"s{name}") is None:
-            self.live[name] = (f"s{name}", self.now + TTL_S, self.live[name][2])
+            self.live[name] = (f"s{name}", self.extended(name), self.live[name][2])
 
     @rule(name=names, why=st.sampled_from(LeaseEnd))
     def end(self, name: str, why: LeaseEnd) -> None:
