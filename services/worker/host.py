@@ -148,7 +148,7 @@ async def worker_host(role: str, settings: WorkerSettings) -> AsyncIterator[Work
         )
         stack.push_async_callback(server.drain)
         tasks = await stack.enter_async_context(background())
-        prefixes = PrefixExchange(engine, store)
+        prefixes = PrefixExchange(engine, store, telemetry)
         if prefixes.enabled:
             tasks.create_task(prefixes.run(), name="write-behind")
         host = WorkerHost(

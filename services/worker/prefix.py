@@ -14,6 +14,8 @@ from services.runtime.clock import Clock, SystemClock
 from services.runtime.offloop import assert_off_loop, run_off_loop
 from services.runtime.ports import Job
 from services.runtime.rpc.deadline import remaining_s
+from services.runtime.telemetry import names
+from services.runtime.telemetry.tracing import Attributes, Telemetry, current_traceparent
 from services.worker.phases import PhaseTrace
 
 log = logging.getLogger(__name__)
@@ -28,11 +30,21 @@ class PrefixExchange:
     The store only ever saves work: no failure of it reaches a request.
     """
 
-    def __init__(self, engine: EnginePort, store: BlockStoreClient | None, *, max_pending: int = 32, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        engine: EnginePort,
+        store: BlockStoreClient | None,
+        telemetry: Telemetry | None = None,
+        *,
+        max_pending: int = 32,
+        clock: Clock | None = None,
+    ) -> None:
         self._engine = engine
         self._store = store
         self._clock = clock or SystemClock()
-        self._pending: asyncio.Queue[Job] = asyncio.Queue(max_pending)
+        self._telemetry = telemetry or Telemetry.disabled()
+        self._pending: asyncio.Queue[tuple[Job, str]] = asyncio.Queue(max_pending)
+        """Each with the traceparent of its request."""
         self.dropped = 0
         """Jobs whose blocks were not written because the queue was full: a later request offers them again."""
 
@@ -73,22 +85,22 @@ class PrefixExchange:
         if self._store is None or len(job.token_ids) <= self._engine.layout.block_size:
             return
         try:
-            self._pending.put_nowait(job)
+            self._pending.put_nowait((job, current_traceparent()))
         except asyncio.QueueFull:
             self.dropped += 1
 
     async def run(self) -> None:
         """Writes offers to the store, one after the other, until cancelled."""
         while True:
-            job = await self._pending.get()
+            job, request = await self._pending.get()
             try:
-                await self._write(job)
+                await self._write(job, request)
             except KvRelayError as error:
                 log.warning("blocks not stored: %s", error, extra={"request_id": job.request_id, "reason": error.reason})
             except TimeoutError:
                 log.warning("blocks not stored: not within %g s", STORE_TIMEOUT_S, extra={"request_id": job.request_id})
 
-    async def _write(self, job: Job) -> None:
+    async def _write(self, job: Job, traceparent: str) -> None:
         assert self._store is not None
         # A held request pins the blocks in the cache for as long as they are read, by the same rule as any other request.
         request = EngineRequest(
@@ -105,4 +117,6 @@ class PrefixExchange:
             assert isinstance(admitted, Admitted)
             blocks = admitted.cached_tokens // self._engine.layout.block_size
             if blocks:
-                await self._store.store(hashes[:blocks], admitted.pages[:blocks], timeout_s=STORE_TIMEOUT_S)
+                about: Attributes = {names.REQUEST_ID: job.request_id, names.KV_BLOCKS: blocks}
+                with self._telemetry.span(names.SPAN_KV_WRITE_BEHIND, about, follows=traceparent):
+                    await self._store.store(hashes[:blocks], admitted.pages[:blocks], timeout_s=STORE_TIMEOUT_S)

@@ -20,6 +20,7 @@ SPAN_KV_FETCH: Final = "kv.fetch"
 SPAN_EXPOSED_TRANSFER: Final = "kv.exposed_transfer"
 SPAN_DECODE_QUEUE: Final = "decode.queue"
 SPAN_DECODE_COMPUTE: Final = "decode.compute"
+SPAN_KV_WRITE_BEHIND: Final = "kv.write_behind"
 
 # Span events.
 EVENT_CHUNK: Final = "prefill.chunk"

@@ -50,6 +50,8 @@ class ReceivedSpan:
     status: str
     """'UNSET', 'OK' or 'ERROR'."""
     status_message: str
+    links: Sequence[tuple[str, str]] = ()
+    """(trace id, span id) of what it was done for."""
 
     @property
     def duration_s(self) -> float:
@@ -135,6 +137,7 @@ def received_spans(resource_spans: Iterable[trace_pb2.ResourceSpans]) -> Iterabl
                     kind=trace_pb2.Span.SpanKind.Name(span.kind).removeprefix("SPAN_KIND_"),
                     status=trace_pb2.Status.StatusCode.Name(span.status.code).removeprefix("STATUS_CODE_"),
                     status_message=span.status.message,
+                    links=tuple((link.trace_id.hex(), link.span_id.hex()) for link in span.links),
                 )
 
 

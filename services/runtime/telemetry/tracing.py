@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,10 +20,16 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from kvrelay.errors import KvRelayError
 from kvrelay.values import TransferStats
 from services.runtime.telemetry import names
+from services.runtime.telemetry.export import SpanCount, WatchedExporter
+
+log = logging.getLogger(__name__)
 
 EXPORT_EVERY_MS = 200
 EXPORT_TIMEOUT_S = 5.0
-FLUSH_TIMEOUT_S = 3.0
+FLUSH_TIMEOUT_S = 1.0
+"""What a collector that answers gets for the last spans."""
+GIVE_UP_S = 0.1
+"""What one that does not gets: a suite's services stop one after the other."""
 
 AttributeValue = str | bool | int | float | Sequence[str] | Sequence[bool] | Sequence[int] | Sequence[float]
 Attributes = Mapping[str, AttributeValue]
@@ -33,8 +40,10 @@ _PROPAGATOR = TraceContextTextMapPropagator()
 class Telemetry:
     """The tracer of this process and its way out. Make with `start` or `disabled`; `await shutdown()` at the end."""
 
-    def __init__(self, provider: TracerProvider) -> None:
+    def __init__(self, provider: TracerProvider, exporter: WatchedExporter | None = None, count: SpanCount | None = None) -> None:
         self._provider = provider
+        self._exporter = exporter
+        self._count = count or SpanCount()
         self.tracer: Tracer = provider.get_tracer("kvrelay")
 
     @classmethod
@@ -45,15 +54,17 @@ class Telemetry:
         """
         resource = {names.SERVICE_NAME: service_name, names.SERVICE_NAMESPACE: "kvrelay", names.SERVICE_INSTANCE_ID: instance_id}
         provider = TracerProvider(resource=Resource(resource), sampler=ParentBased(ALWAYS_ON), shutdown_on_exit=False)
+        watched, count = None, SpanCount()
         if otlp_endpoint:
             # Imported here: a process that exports nothing need not load the exporter.
             from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 
             # Without a scheme the exporter would take host:port for a TLS endpoint.
             url = otlp_endpoint if "://" in otlp_endpoint else f"http://{otlp_endpoint}"
-            exporter = OTLPSpanExporter(endpoint=url, timeout=EXPORT_TIMEOUT_S)
-            provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=EXPORT_EVERY_MS))
-        return cls(provider)
+            watched = WatchedExporter(OTLPSpanExporter(endpoint=url, timeout=EXPORT_TIMEOUT_S))
+            provider.add_span_processor(count)
+            provider.add_span_processor(BatchSpanProcessor(watched, schedule_delay_millis=EXPORT_EVERY_MS))
+        return cls(provider, watched, count)
 
     @classmethod
     def disabled(cls) -> Telemetry:
@@ -61,11 +72,22 @@ class Telemetry:
         return cls(TracerProvider(resource=Resource({}), sampler=ParentBased(ALWAYS_ON), shutdown_on_exit=False))
 
     async def shutdown(self, timeout_s: float = FLUSH_TIMEOUT_S) -> None:
-        """Sends what is left and stops; gives up after `timeout_s`. The loop is never blocked."""
+        """Sends what is left and stops; gives up after `timeout_s`, or at once on a collector that does not answer. Logs how many spans
+        were lost. The loop is never blocked.
+        """
+        answers = self._exporter is None or self._exporter.answers
+        await self._stop(timeout_s if answers else min(timeout_s, GIVE_UP_S), answers=answers)
+        lost = self._count.ended - self._exporter.exported if self._exporter is not None else 0
+        if lost:
+            log.warning("%d of %d spans were lost: the collector did not take them", lost, self._count.ended)
+
+    async def _stop(self, timeout_s: float, *, answers: bool) -> None:
         loop = asyncio.get_running_loop()
         stopped = asyncio.Event()
 
         def stop() -> None:
+            if self._exporter is not None and not answers:
+                self._exporter.shutdown()
             self._provider.shutdown()
             if not loop.is_closed():
                 loop.call_soon_threadsafe(stopped.set)
@@ -80,10 +102,22 @@ class Telemetry:
 
     @contextmanager
     def span(
-        self, name: str, attributes: Attributes | None = None, /, *, kind: SpanKind = SpanKind.INTERNAL, **more: AttributeValue
+        self,
+        name: str,
+        attributes: Attributes | None = None,
+        /,
+        *,
+        kind: SpanKind = SpanKind.INTERNAL,
+        follows: str = "",
+        **more: AttributeValue,
     ) -> Iterator[Span]:
-        """A span around a block of code, current inside it. Whatever is raised passes on; an error marks the span as failed."""
-        span = self.tracer.start_span(name, kind=kind, attributes={**(attributes or {}), **more})
+        """A span around a block of code, current inside it. Whatever is raised passes on; an error marks the span as failed.
+
+        `follows`: the traceparent of work that is over and that this is done for; it becomes a link.
+        """
+        cause = trace.get_current_span(context_from_traceparent(follows)).get_span_context()
+        links = [trace.Link(cause)] if cause.is_valid else []
+        span = self.tracer.start_span(name, kind=kind, links=links, attributes={**(attributes or {}), **more})
         with current(span), ending(span):
             yield span
 

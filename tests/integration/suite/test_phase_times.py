@@ -191,3 +191,26 @@ async def test_a_request_whose_prefill_worker_is_killed(paths: Fleet) -> None:
     assert root.attributes[names.ATTEMPT] == 2
     assert len([span for span in spans if span.name == names.SPAN_ROUTE]) == 2
     assert seen.completion.transfer is None and seen.completion.timings.exposed_transfer_s == 0
+
+
+async def test_a_list_of_traces_shows_requests_and_what_was_written_behind_them_and_nothing_else(paths: Fleet) -> None:
+    otlp = paths.suite.otlp
+    assert otlp is not None
+    before = {span.trace_id for span in otlp.spans()}
+    (seen,) = await paths.all("split", [Ask(prompt_of(5 * BLOCK + 3, 77))])
+    await paths.suite.client.fleet()
+    await paths.suite.client.list_models()
+
+    def behind() -> list[ReceivedSpan]:
+        return [span for span in otlp.spans() if span.name == names.SPAN_KV_WRITE_BEHIND and span.trace_id not in before]
+
+    async def for_this_request() -> list[ReceivedSpan]:
+        return [span for span in behind() if span.links and span.links[0][0] == seen.trace_id]
+
+    (written,) = await eventually(for_this_request, 20.0, "the write-behind of the request")
+    tree = await otlp.wait_for_trace(written.trace_id, lambda spans: sum(span.name.endswith("/CommitKv") for span in spans) == 2, 20.0)
+    calls = [span.name.rpartition("/")[2] for span in tree if span.kind == "CLIENT"]
+    assert calls == ["CreateKv", "WriteKv", "CommitKv"]
+    assert written.parent_id == "" and {span.parent_id for span in tree if span.kind == "CLIENT"} == {written.span_id}
+    roots = {span.name for span in otlp.spans() if not span.parent_id}
+    assert roots <= {"kvrelay.inference.v1.RouterService/Generate", names.SPAN_KV_WRITE_BEHIND}

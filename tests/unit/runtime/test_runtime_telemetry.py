@@ -6,17 +6,19 @@ import asyncio
 import io
 import json
 import logging
-from collections.abc import AsyncGenerator, Iterator
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
 from kvrelay.errors import OverloadedError
+from services.runtime.telemetry.export import SpanCount, WatchedExporter
 from services.runtime.telemetry.logs import setup_logging
 from services.runtime.telemetry.tracing import Telemetry, current_span_id, current_trace_id, current_traceparent
 
@@ -146,3 +148,58 @@ def test_a_dead_collector_is_mentioned_once_and_not_for_every_batch(logged: io.S
     for _ in range(5):
         log.error("Failed to export")
     assert len(lines(logged)) == 1
+
+
+class Collector(SpanExporter):
+    """Takes spans, refuses them, or (`hangs`) never answers until it is shut down."""
+
+    def __init__(self, result: SpanExportResult = SpanExportResult.SUCCESS, *, hangs: bool = False) -> None:
+        self.result = result
+        self.hangs = hangs
+        self.asked, self.over = threading.Event(), threading.Event()
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        self.asked.set()
+        if self.hangs:
+            self.over.wait()
+            return SpanExportResult.FAILURE
+        return self.result
+
+    def shutdown(self) -> None:
+        self.over.set()
+
+
+def exporting_to(collector: Collector, clock: Callable[[], float]) -> tuple[Telemetry, WatchedExporter]:
+    provider, watched, count = TracerProvider(shutdown_on_exit=False), WatchedExporter(collector, clock), SpanCount()
+    provider.add_span_processor(count)
+    provider.add_span_processor(BatchSpanProcessor(watched, schedule_delay_millis=1))
+    return Telemetry(provider, watched, count), watched
+
+
+async def test_spans_that_a_collector_took_are_not_lost(caplog: pytest.LogCaptureFixture) -> None:
+    telemetry, watched = exporting_to(Collector(), lambda: 0.0)
+    for _ in range(3):
+        with telemetry.span("kept"):
+            pass
+    await telemetry.shutdown(timeout_s=60)
+    assert watched.exported == 3 and watched.answers
+    assert "lost" not in caplog.text
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+async def test_a_collector_that_takes_nothing_is_not_waited_for_and_the_loss_is_counted(
+    hangs: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = [0.0]
+    collector = Collector(SpanExportResult.FAILURE, hangs=hangs)
+    telemetry, watched = exporting_to(collector, lambda: now[0])
+    with telemetry.span("lost"):
+        pass
+    assert await asyncio.to_thread(collector.asked.wait, 60)
+    now[0] += 1.0
+    async with asyncio.timeout(60):
+        while watched.answers:  # noqa: ASYNC110 - the exporter's thread changes it
+            await asyncio.sleep(0.01)
+        # An hour is what one that answers would be given.
+        await telemetry.shutdown(timeout_s=3600)
+    assert "1 of 1 spans were lost" in caplog.text

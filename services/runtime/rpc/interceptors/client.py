@@ -17,6 +17,7 @@ from opentelemetry import trace
 from opentelemetry.trace import SpanKind, Tracer
 
 from services.runtime.addresses import split_address
+from services.runtime.rpc.interceptors.handlers import SERVES_OTHERS
 from services.runtime.rpc.interceptors.tracing import finish
 from services.runtime.telemetry import names
 from services.runtime.telemetry.tracing import inject
@@ -60,6 +61,9 @@ class TracedChannel(grpc.aio.Channel):
         def call(request: Any = None, *, metadata: Any = None, **options: Any) -> Any:
             # The name under which grpc's own stream methods take it.
             request = options.pop("request_iterator", request)
+            if method.startswith(SERVES_OTHERS) and not trace.get_current_span().get_span_context().is_valid:
+                started = make(prepare(request), metadata=metadata, **options)
+                return _Stream(started) if streams else started
             span = self._tracer.start_span(name, kind=SpanKind.CLIENT, attributes=attributes)
             headers = inject(trace.set_span_in_context(span))
             try:

@@ -19,6 +19,13 @@ Around = Callable[[Context], AbstractAsyncContextManager[None]]
 Convert = Callable[[Any], Any]
 
 INFRASTRUCTURE = ("/grpc.health.", "/grpc.reflection.", "/grpc.channelz.")
+SERVES_OTHERS = (
+    "/kvrelay.kv.v1.",
+    "/kvrelay.inference.v1.WorkerService/",
+    "/kvrelay.inference.v1.RouterService/ListModels",
+    "/kvrelay.inference.v1.RouterService/GetFleet",
+)
+"""Calls that are made for a request or by nobody's wish: they are part of a trace, or of none, and begin no trace of their own."""
 """Methods that are neither traced nor given a deadline nor refused while draining: probes and their endless watches."""
 
 

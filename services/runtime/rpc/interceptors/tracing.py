@@ -11,9 +11,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import grpc
+from opentelemetry import trace
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer
 
-from services.runtime.rpc.interceptors.handlers import INFRASTRUCTURE, AroundInterceptor, Context
+from services.runtime.rpc.interceptors.handlers import INFRASTRUCTURE, SERVES_OTHERS, AroundInterceptor, Context
 from services.runtime.telemetry import names
 from services.runtime.telemetry.tracing import current, extract
 
@@ -35,10 +36,14 @@ class TraceServerInterceptor(AroundInterceptor):
             yield
             return
         headers = {key: value for key, value in details.invocation_metadata or () if isinstance(value, str)}
+        context_sent = extract(headers)
+        if details.method.startswith(SERVES_OTHERS) and not trace.get_current_span(context_sent).get_span_context().is_valid:
+            yield
+            return
         method = details.method.lstrip("/")
         span = self._tracer.start_span(
             method,
-            context=extract(headers),
+            context=context_sent,
             kind=SpanKind.SERVER,
             attributes={names.RPC_SYSTEM_NAME: "grpc", names.RPC_METHOD: method},
         )
