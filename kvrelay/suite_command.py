@@ -12,12 +12,19 @@ from typing import NoReturn
 
 from kvrelay.errors import ConfigError
 
-MODULES: Mapping[str, str] = MappingProxyType({"profile": "services.engine.measure", "doctor": "services.engine.checks.doctor"})
+MODULES: Mapping[str, str] = MappingProxyType(
+    {
+        "profile": "services.engine.measure",
+        "doctor": "services.engine.checks.doctor",
+        "kv-size": "services.engine.cost.kv_size",
+    }
+)
 """Command: the module that carries it out."""
 HELP: Mapping[str, str] = MappingProxyType(
     {
         "profile": "measure what a model's steps cost on this machine, and write a profile",
         "doctor": "check whether this machine can serve, and what is missing",
+        "kv-size": "say how large a prompt's KV is, and what moving it would cost",
     }
 )
 
