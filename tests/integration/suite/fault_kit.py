@@ -167,9 +167,9 @@ async def handle_from(stubs: Wire, address: str, job: generation_pb2.WorkerJob) 
     """A COMMITTED prompt's handle: the prefill stream is read to its end."""
     call = stubs.prefill(address).Prefill(prefill_service_pb2.PrefillRequest(job=job), timeout=30)
     got = await read_until(call, "done")
-    assert [message.WhichOneof("event") for message in got] == ["accepted", "first_token", "done"]
+    assert [message.WhichOneof("event") for message in got] == ["queued", "accepted", "first_token", "done"]
     assert await call.read() is grpc.aio.EOF
-    handle: handle_pb2.KvHandle = got[0].accepted.handle
+    handle: handle_pb2.KvHandle = got[1].accepted.handle
     return handle
 
 

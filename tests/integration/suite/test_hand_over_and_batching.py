@@ -174,7 +174,7 @@ async def test_blocks_are_sent_while_later_ones_are_computed(paths: Fleet) -> No
         worker = (await ledger(stubs, address)).worker
         job = job_for(worker.identity, prompt, "raw early")
         prefill = stubs.prefill(address).Prefill(prefill_service_pb2.PrefillRequest(job=job), timeout=60)
-        (accepted,) = await read_until(prefill, "accepted")
+        accepted = (await read_until(prefill, "accepted"))[-1]
         pull = stubs.transfer(address).PullKv(pull_request(accepted.accepted.handle, worker.identity, worker.layout), timeout=60)
         messages = await read_until(pull, "end")
         headers = [message.segment for message in messages if message.WhichOneof("event") == "segment"]
